@@ -178,7 +178,6 @@ def storage_named(where: object) -> Iterator[None]:
             raise
         detail = first_line(error)
         raise StorageError(
-            f"{where}: expected to write it, found: {system.strerror or error} ({detail}). This "
-            "step is not saved, earlier ones are as they were. Make room or mend the disk; "
-            "training may go on: the next save will be a base."
+            f"{where}: expected to write it, found: {system.strerror or error} ({detail}). Earlier "
+            "steps are as they were. Make room or mend the disk; training may go on."
         ) from error

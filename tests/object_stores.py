@@ -155,7 +155,11 @@ class Proxy:
         return await self._answered(request, session, path, body)
 
     def _controlled(self, command: str) -> web.Response:
-        """Answers :func:`taken` in another process."""
+        """Answers :func:`taken` in another process; or refuses all that follows, if not with 0."""
+        if command.startswith("status"):
+            status = int(command.removeprefix("status"))
+            self.refuse = lambda method, path: status
+            return web.Response()
         taken, self.requests = self.requests, []
         self.delay_s = float(command)
         return web.json_response([asdict(each) | {"key": each.key} for each in taken])

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import Final
 
 from adacheck_jax.adapter.stock_arguments import StockRestoreArgs, StockSaveArgs
 from adacheck_jax.layout.rules import Rule
@@ -29,6 +30,10 @@ class SaveArgs(StockSaveArgs):
     """
 
     step: int | None = None
+
+
+KEPT: Final = object()
+"""State of a save that a manager begins by itself: what storage refused, and recorded steps."""
 
 
 @dataclass

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import threading
 from collections.abc import Callable, Mapping
 from types import MappingProxyType
 from typing import Any, Final, Unpack
@@ -20,11 +19,12 @@ from orbax.checkpoint.checkpoint_managers import (
 )
 
 from adacheck_jax.adapter import directories
+from adacheck_jax.adapter.away.keeping import AdaCheckManager
 from adacheck_jax.adapter.handler import AdaCheckHandler, HandlerOptions
 from adacheck_jax.plan.options import Shadow
 from adacheck_jax.schedule.adaptive import AdaptivePolicy
 from adacheck_jax.store.retention import KeepLineage
-from adacheck_jax.store.storage.location import AnyPath
+from adacheck_jax.store.storage.location import AnyPath, at, located
 from adacheck_jax.update.binding import RecorderArgument
 
 
@@ -36,30 +36,6 @@ NEWEST: Final[int] = _Unsaid(3)
 """Newest steps that are kept if nothing is said."""
 _RULES = ("max_to_keep", "keep_time_interval", "keep_period")
 """Options of Orbax's manager in whose place a policy may stand."""
-
-
-class AdaCheckManager(ocp.CheckpointManager):
-    """A stock Orbax manager that tells its handler; :func:`checkpoint_manager` makes one.
-
-    Attributes:
-        handler: the handler, for ``record_step``, ``recover``, ``restored`` and ``last_save``.
-    """
-
-    def __init__(self, handler: AdaCheckHandler, root: epath.Path, **arguments: Any) -> None:
-        self.handler = handler
-        super().__init__(root, **arguments)
-        if handler.run.has_recorder and (newest := self.latest_step()) is not None:
-            self.reached_preemption(newest)  # or JAX would end a resumed run at step 1
-
-    def reached_preemption(self, step: int) -> bool:
-        """As Orbax's, for the training loop alone.
-
-        JAX ends a run at the step after the last one that it was asked about. Orbax's thread that
-        ends a save asks too, for a metric, of a step that the loop may have left behind: no process
-        would ever come to the step after it.
-        """
-        is_orbax = threading.current_thread().name == "save_finalize"
-        return not is_orbax and super().reached_preemption(step)
 
 
 def checkpoint_manager(
@@ -178,6 +154,10 @@ def _keeping_by(
     """Options that keep steps by a policy, and commit them as the root's storage needs it."""
     found = dataclasses.replace(options, **dict.fromkeys(_RULES))
     found.preservation_policy = keep
+    files = options.file_options
+    if not at(located(str(root))).on_file_system and not files.skip_sync_file_validations:
+        # A store that hangs would hold up the loop: what a crash left is removed behind it.
+        found.file_options = dataclasses.replace(files, skip_sync_file_validations=True)
     if directories.needs_commit_file(root) and found.atomicity_options is None:
         mode = ocp.options.AtomicityMode.COMMIT_FILE
         found.atomicity_options = ocp.options.AtomicityOptions(mode=mode)

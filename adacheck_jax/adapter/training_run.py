@@ -14,19 +14,18 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
-from typing import Any
 
 import jax
 import orbax.checkpoint as ocp
 from etils import epath
-from orbax.checkpoint.future import CommitFutureAwaitingContractedSignals
 
 from adacheck_jax.adapter import directories, inputs, processes
-from adacheck_jax.adapter.arguments import RestoreArgs, RestoreInfo, SaveArgs
+from adacheck_jax.adapter.arguments import KEPT, RestoreArgs, RestoreInfo, SaveArgs
 from adacheck_jax.adapter.reports import Announcer, OnSave, SaveReport, report_of
 from adacheck_jax.adapter.restoring import StepRestorer, resolve, stock_info
+from adacheck_jax.adapter.share_future import ShareFuture
 from adacheck_jax.adapter.stock import descriptions
-from adacheck_jax.adapter.stock.base_checkpoint import StockCheckpoints
+from adacheck_jax.adapter.stock.base_checkpoint import StockCheckpoints, described
 from adacheck_jax.adapter.stock.descriptions import ArrayEntry, stored_dtype
 from adacheck_jax.device import jax_settings
 from adacheck_jax.device.trees import PyTree
@@ -37,7 +36,7 @@ from adacheck_jax.plan.options import Options
 from adacheck_jax.proof import journal
 from adacheck_jax.proof.journal import FilePlace
 from adacheck_jax.proof.shadow_file import ShadowFileError
-from adacheck_jax.save import commit, share
+from adacheck_jax.save import commit
 from adacheck_jax.save.attempt import SHARES, Exchange
 from adacheck_jax.save.one_save import Save
 from adacheck_jax.save.recovered import Newest
@@ -48,15 +47,11 @@ from adacheck_jax.store.steps import manifest_file, roots
 from adacheck_jax.store.steps.folders import LINEAGE
 from adacheck_jax.store.steps.lineage import Lineage
 from adacheck_jax.store.steps.lookup import referred
-from adacheck_jax.store.steps.marks import FINALIZED, IN_PLACE
 from adacheck_jax.store.steps.roots import Line, Place
 from adacheck_jax.store.storage.location import AnyPath, at, located
 from adacheck_jax.update.binding import RecorderArgument, recorders_of
 
 _log = logging.getLogger(__name__)
-
-_MOMENT_S = 0.02
-"""Time that the caller's thread has to itself, before a share is written."""
 
 
 @dataclass(slots=True)
@@ -102,6 +97,10 @@ class TrainingRun:
         options: the caller's choices.
         clock: a monotonic clock, by which costs are measured.
         on_save: called with the report of each save that this process committed.
+
+    Attributes:
+        keeps_refused: True if its manager writes again what storage refused; set before any step is
+            saved or restored.
     """
 
     def __init__(
@@ -120,6 +119,8 @@ class TrainingRun:
             )
         self.restored: RestoreInfo | None = None
         self.last_save: SaveReport | None = None
+        self.keeps_refused = False
+        self._described: SaveArgs | None = None
         self._announcer = Announcer(on_save)
         # Managers, or one manager's saves and restores, may call from several threads.
         self._lock = threading.Lock()
@@ -149,6 +150,12 @@ class TrainingRun:
         exchange = processes.exchange(final)  # before anything is refused in one process alone
         with _told(exchange):
             directories.check_writable(directory)
+            if args.state is KEPT:
+                found = place()
+                saver = self._saver_of(found)
+                with storage_named(final):
+                    save = saver.begin_kept(final, found.step, exchange)
+                return Begun(found.line, save, begin_s), self._described or SaveArgs()
             return self._begin(final, place, args, exchange, begin_s)
 
     def _begin(
@@ -196,6 +203,9 @@ class TrainingRun:
         futures: list[ocp.Future] = []
         save = begun.save
         if save.is_base:
+            if save.keeps:
+                state = described(stored.state)
+                self._described = dataclasses.replace(stored, state=state)
             with _told(begun.exchange):
                 futures, begun.entries = await self.stock.write(
                     epath.Path(str(directory)),
@@ -211,7 +221,7 @@ class TrainingRun:
                 if (entry := begun.entries.get(leaf.path))
             }
         layout = ArrayLayout(begun.names, stored.ocdbt_target_data_file_size)
-        futures.append(_ShareFuture(save, directory, layout))
+        futures.append(ShareFuture(save, directory, layout))
         with self._lock:
             saver = self._savers[begun.line]
         saver.returns()
@@ -222,29 +232,39 @@ class TrainingRun:
     def commit(self, directory: AnyPath, begun: Begun) -> None:
         """Commit a save, in one process, once every process has written its share."""
         with storage_named(begun.final), commit.committing(begun.save, directory):
-            described: Mapping[str, str] = {}
+            digests: Mapping[str, str] = {}
             if begun.save.is_base:
                 chunks = {path: each.chunk_shape for path, each in begun.names.items()}
-                described = self.stock.finalize(epath.Path(str(directory)), begun.entries, chunks)
-            commit.commit(begun.save, directory, described)
+                digests = self.stock.finalize(epath.Path(str(directory)), begun.entries, chunks)
+            commit.commit(begun.save, directory, digests)
         report = report_of(begun.save, directory, begun.begin_s, begun.returned_s)
         self.last_save = report
         self._announcer.tell_saved(report)
 
     @jax_settings.own()
-    def record_step(self, state: PyTree, step: int | None = None) -> bool:
+    def record_step(self, state: PyTree, step: int | None = None, *, is_away: bool = False) -> bool:
         """Take hold of a step for the next save; see :meth:`AdaCheckHandler.record_step`."""
         self._process.enter()
-        with self._lock:
-            savers = [saver for saver in self._savers.values() if saver.has_steps]
         state = inputs.checked_state(state)
         step = inputs.step_number(step)
+        saver = self.saver
+        return saver is not None and saver.defer(state, step, is_away=is_away)
+
+    @property
+    def saver(self) -> Saver | None:
+        """The saver of the only line of steps; None before its first step.
+
+        Raises:
+            ValueError: there are several.
+        """
+        with self._lock:
+            savers = [saver for saver in self._savers.values() if saver.has_steps]
         if len(savers) > 1:
             raise ValueError(
                 f"expected a handler that saves one line of steps, found {len(savers)}: it is not "
                 "known which of them this step belongs to. Use one handler for each."
             )
-        return bool(savers) and savers[0].defer(state, step)
+        return None if self._process.is_elsewhere or not savers else savers[0]
 
     @jax_settings.own()
     def restore(self, directory: AnyPath, args: RestoreArgs) -> PyTree:
@@ -347,7 +367,9 @@ class TrainingRun:
                 file = None
                 if shadow is not None and jax.process_count() == 1:
                     file = FilePlace(str(shadow), _told_root(root), item or "")
-                self._savers[place.line] = Saver(self._recorders, self._options, self._clock, file)
+                self._savers[place.line] = Saver(
+                    *(self._recorders, self._options, self._clock, file), keeps=self.keeps_refused
+                )
                 self._learn_parents(*place.line)
             return self._savers[place.line]
 
@@ -429,41 +451,3 @@ def described_lineage(directory: AnyPath) -> Lineage:
     for error in damage.values():
         raise error
     return lineage
-
-
-class _ShareFuture(ocp.Future):
-    """A thread that writes a share, once Orbax waits for it or a moment has passed.
-
-    Orbax waits in the background, when the caller's thread is nearly done: a thread that is at work
-    earlier takes turns with the caller's, of up to 5 ms each. Of several items Orbax waits for one
-    after another, and for none once one has failed.
-    """
-
-    def __init__(self, save: Save, directory: AnyPath, layout: ArrayLayout) -> None:
-        self._go = threading.Event()
-        written = _written(save, directory, layout, self._go)
-        self._begun = CommitFutureAwaitingContractedSignals(written, name="adacheck_write")
-
-    def result(self, timeout: float | None = None) -> Any:
-        """Wait until the share is durable."""
-        self._go.set()
-        return self._begun.result(timeout)
-
-    def cancel(self) -> None:
-        """Give up waiting."""
-        self._begun.cancel()
-
-
-async def _written(
-    save: Save, directory: AnyPath, layout: ArrayLayout, go: threading.Event
-) -> None:
-    """Write this process's share of a save."""
-    go.wait(_MOMENT_S)
-    if at(directory).on_file_system and roots.is_written_in_place(directory):
-        # Before any other file: it marks the directory as not committed (see is_committed).
-        mark = at(directory / IN_PLACE)
-        mark.write(b"")
-        mark.sync()
-        at(directory / FINALIZED).delete()  # of an earlier save into the same directory
-    with jax_settings.own():  # set for this thread, so nothing may be awaited inside
-        share.write(save, directory, layout)

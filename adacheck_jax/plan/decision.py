@@ -149,9 +149,9 @@ def by_counters(situation: Situation, counts: Counts, options: Options) -> Decis
     step = number_of(situation)
     if step <= parent.step:
         return unplanned(f"step {step} does not follow step {parent.step}")
-    depth, most = parent.depth, situation.most_deltas
-    if depth >= most:
-        return Decision("base", f"the lineage is full ({depth} of {most} deltas)")
+    if situation.is_full:
+        full = f"{parent.depth} of {situation.most_deltas}"
+        return Decision("base", f"the lineage is full ({full} deltas)")
     if options.delta == "bits":
         return Decision("bits", "as the handler was told")
     before = parent.counts

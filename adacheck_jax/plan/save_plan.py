@@ -179,17 +179,20 @@ def speculate(situation: Situation, options: Options) -> SavePlan | None:
         or not situation.is_checker_ready
         or lineage is None
         or lineage.problem
-        or parent.depth >= situation.most_deltas
+        or situation.is_full
         or situation.is_shadow_beyond
     ):
         return None
     return _planned(situation, one_update(situation.structure, "one update"), options)
 
 
-def plan_deferred(situation: Situation, options: Options) -> SavePlan | str:
+def plan_deferred(
+    situation: Situation, options: Options, *, is_away: bool = False
+) -> SavePlan | str:
     """Plans a step that stays in memory until the next save.
 
-    All processes have to answer alike, so the facts are those alone that all of them know.
+    All processes have to answer alike, so the facts are those alone that all of them know. While
+    storage ``is_away`` a lineage may become longer than it should.
 
     Gives the reason instead where the step has to be saved.
     """
@@ -212,7 +215,7 @@ def plan_deferred(situation: Situation, options: Options) -> SavePlan | str:
         return "the step before is not known well enough to check the update"
     if situation.is_shadow_beyond:
         return "the shadow followed another step"
-    if parent.depth + 2 > situation.longest_lineage:
+    if not is_away and parent.depth + 2 > situation.longest_lineage:
         return f"the lineage would be longer than max_deltas={situation.longest_lineage}"
     if not situation.keeps_ancestors:
         return "nothing keeps the steps that it builds on"

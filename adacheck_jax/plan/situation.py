@@ -32,7 +32,7 @@ class SavedFacts:
         interval: steps between its own parent and it.
         replayable: True if no leaf of an update was stored in another data type.
         follows_saved: True if it has a parent on the disk.
-        failure: the step is known not to have been saved.
+        failure: the step is known not to be saved, now or later.
     """
 
     structure: Structure
@@ -129,6 +129,18 @@ class Situation:
     def most_deltas(self) -> int:
         """Number of deltas after the base from which on the next save has to be a base."""
         return self.longest_lineage * (2 if self._may_make_base else 1)
+
+    @property
+    def is_full(self) -> bool:
+        """True if the next save has to be a base.
+
+        A base has no room for deferred steps, of which there are more while storage is away: the
+        save after that which writes them is one.
+        """
+        parent = self.parent
+        if parent is None or parent.deferred_count:
+            return False
+        return parent.depth >= self.most_deltas
 
     @property
     def is_base_due(self) -> bool:

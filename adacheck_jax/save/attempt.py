@@ -89,7 +89,7 @@ class Attempt:
 
     def next(self, exchange: Exchange | None, *, repeats: bool) -> Attempt:
         """The attempt that follows; this one is over if it ``repeats`` the same step."""
-        self.is_over = repeats
+        self.is_over |= repeats
         earlier = [*self._earlier, *([self.exchange] if self.exchange else [])]
         return Attempt(self.turn, self.token, exchange, earlier)
 

@@ -47,8 +47,12 @@ def commit(save: Save, directory: AnyPath, described: Mapping[str, str]) -> None
     Raises:
         StorageError: the disk is full, gone, or cannot be written.
     """
-    with storage_named(save.directory):
-        save.committed = _committed(save, directory, described)
+    try:
+        with storage_named(save.directory):
+            save.committed = _committed(save, directory, described)
+    except Exception as error:
+        save.error = error
+        raise
     save.durable_s = save.clock()
 
 

@@ -9,7 +9,7 @@ from typing import Any
 
 from adacheck_jax.device import replicas
 from adacheck_jax.device.lead import Lead
-from adacheck_jax.errors import ReplicaError
+from adacheck_jax.errors import AdaCheckError, ReplicaError, StorageError
 from adacheck_jax.format.manifest import Caution, Manifest
 from adacheck_jax.plan.save_plan import SavePlan
 from adacheck_jax.plan.situation import BackgroundFacts
@@ -19,9 +19,13 @@ from adacheck_jax.schedule.stopwatch import Clock, Measurement
 from adacheck_jax.state.exported_update import ExportedUpdate
 from adacheck_jax.state.snapshot import Structure
 from adacheck_jax.store.base_writer import BaseWriter
+from adacheck_jax.store.claims import TakenError
 from adacheck_jax.store.steps.lineage import Lineage
 from adacheck_jax.store.storage.interface import Stamp
 from adacheck_jax.store.storage.location import AnyPath
+
+_CLIENTS = frozenset({"aiobotocore", "aiohttp", "botocore", "gcsfs"})
+"""Packages by which Orbax reaches object stores: their errors are of classes of their own."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,11 +85,14 @@ class Save:
         measured: seconds that this process measured since the last save; once the shares are
             written those that all processes learned of with it.
         background: facts of this process on bases made in the background.
-        base: copies of what a base stores, until they are written; None for a delta.
+        base: copies of what a base stores; None for a delta.
+        keeps: True if what it writes stays in memory until the step has its name: where storage
+            refuses it, it can be written again.
+        is_repeated: True once it is written again, by another save of the same steps.
         clock: a monotonic clock.
         before_commit: called in the background when this process's part is written.
         durable_s: reading of the clock when this process's part was durable; None before.
-        error: reason why this process could not write its share.
+        error: reason why the step is not on the disk.
         agreed: what all processes agreed on when they had written their shares; None before.
         committed: the step, if this process committed it.
     """
@@ -101,14 +108,16 @@ class Save:
     caution: Caution
     replicas: replicas.ReplicaCheck
     attempt: Attempt
-    replayable: bool
-    exporting: Future[ExportedUpdate] | None
-    custom_metadata: Any
     measured: Sequence[Measurement]
     background: BackgroundFacts
-    base: BaseWriter | None
     clock: Clock
     before_commit: Callable[[], None]
+    replayable: bool = True
+    exporting: Future[ExportedUpdate] | None = None
+    custom_metadata: Any = None
+    base: BaseWriter | None = None
+    keeps: bool = False
+    is_repeated: bool = False
     durable_s: float | None = None
     error: Exception | None = None
     agreed: Agreed | None = None
@@ -140,6 +149,24 @@ class Save:
         if self.exporting is not None:
             return self.exporting.result()
         return self.plan.update if self.replayable else ExportedUpdate(problem="cast")
+
+    @property
+    def is_kept(self) -> bool:
+        """True if storage refused it, and all that it writes is still in memory."""
+        if not self.keeps or not is_refusal(self.error) or any(x.refused for x in self.steps):
+            return False
+        return self.base is not None if self.is_base else all(x.is_whole for x in self.steps)
+
+    @property
+    def is_lost(self) -> bool:
+        """True if the step is known not to be saved, and cannot be written again."""
+        return self.error is not None and not self.is_kept
+
+    def release(self) -> None:
+        """Lets go of what it would write, unless that is another save's now."""
+        for each in () if self.is_repeated else self.steps:
+            each.release()
+        self.base = None
 
     @property
     def depth(self) -> int:
@@ -181,3 +208,11 @@ class Save:
             return ()
         measured, self.measured = self.measured, ()
         return measured
+
+
+def is_refusal(error: BaseException | None) -> bool:
+    """True if storage refused something: the same may be written when it does not."""
+    if isinstance(error, AdaCheckError):
+        return isinstance(error, StorageError) and not isinstance(error, TakenError)
+    module = type(error).__module__.partition(".")[0]
+    return isinstance(error, OSError) or module in _CLIENTS

@@ -18,6 +18,7 @@ needs them first. Nothing else is called under them but the wait for the devices
 
 from __future__ import annotations
 
+import dataclasses
 import enum
 import threading
 from collections.abc import Collection, Mapping
@@ -36,7 +37,7 @@ from adacheck_jax.proof.checker import Check, Findings
 from adacheck_jax.proof.shadow import Proof
 from adacheck_jax.save.copies import NOTHING, HostCopies
 from adacheck_jax.state.snapshot import Structure
-from adacheck_jax.store.delta_writer import DeltaWriter
+from adacheck_jax.store.delta_writer import DeltaWriter, Packed
 from adacheck_jax.update.recorder_state import count_of
 
 
@@ -72,7 +73,7 @@ class Pending:
         plan: its plan as far as it is known; see :meth:`settled`.
         refused: reason why it cannot be saved, once a check has found one.
         label: name of the step in messages of background checks.
-        delta: copies of what a delta stores; None for a base.
+        delta: copies of what a delta stores; None for a base, and once it is packed.
         local: copies of the leaves that every process has for itself.
         fingerprints: the fingerprints of its state, perhaps still being computed.
         check: comparison of a sample, or a copy, that is made behind the save; None without one.
@@ -107,6 +108,7 @@ class Pending:
         self.saved = frozenset[int]()
         self._parent, self._before, self._again = parent, before, again
         self._sums: dict[int, int] = {}
+        self._packed: Packed | None = None
         self._is_released = False
         self.refused: AdaCheckError | None = None
         self._lock = threading.Lock()
@@ -283,15 +285,26 @@ class Pending:
                 "stores what replay does not reproduce."
             )
 
-    def take_delta(self) -> DeltaWriter:
-        """Hands over the copies of a delta, so that they live no longer than its packing."""
-        delta, self.delta = self.delta, None
-        if delta is None:
-            raise AdaCheckError(f"step {self.step} was given up before it was written")
-        return delta
+    @property
+    def is_whole(self) -> bool:
+        """True while what a delta stores is in memory, in copies or packed."""
+        return self._packed is not None or self.delta is not None
+
+    def packed(self) -> Packed:
+        """This process's section of a pack, made once; the copies live no longer than that."""
+        if self._packed is None:
+            if (delta := self.delta) is None:
+                raise AdaCheckError(f"step {self.step} was given up before it was written")
+            delta = dataclasses.replace(delta, candidates=self.plan.stored)
+            self._packed = delta.packed(jax.process_index(), jax.process_count())
+            self.delta = None
+        return self._packed
 
     def release(self) -> None:
-        """Lets go of all copies of the state."""
+        """Lets go of all that was taken of the state."""
+        packed, self._packed = self._packed, None
+        if packed is not None:
+            packed.give_back()
         self.delta, self.local, self._is_released = None, {}, True
         self._spare = NOTHING
         if not self._has_begun:

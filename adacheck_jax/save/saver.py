@@ -22,24 +22,22 @@ from typing import Any
 
 import jax
 
-from adacheck_jax.device import jax_settings, transfer
-from adacheck_jax.device.jax_settings import Arithmetic
+from adacheck_jax.device import transfer
 from adacheck_jax.device.loops import xla_call
 from adacheck_jax.device.trees import PyTree
-from adacheck_jax.format.boxes import Blocks
+from adacheck_jax.errors import AdaCheckError
 from adacheck_jax.plan.decision import shown
 from adacheck_jax.plan.options import Options
 from adacheck_jax.plan.save_plan import SavePlan
 from adacheck_jax.plan.situation import BackgroundFacts, sizes_of
-from adacheck_jax.proof.checker import Sums, Witness
 from adacheck_jax.proof.journal import FilePlace
 from adacheck_jax.proof.shadow import ShadowThread
-from adacheck_jax.proof.shadow_state import ShadowStep
 from adacheck_jax.save import copies as host_copies
 from adacheck_jax.save import recovered
 from adacheck_jax.save.attempt import Attempt, Exchange
 from adacheck_jax.save.background_bases import BackgroundBases
 from adacheck_jax.save.copies import HostCopies
+from adacheck_jax.save.line.kept import Keeper, repeated
 from adacheck_jax.save.line.notices import Notices, tell_given_up
 from adacheck_jax.save.line.parents import Parent, Tip
 from adacheck_jax.save.line.planner import Planner, sums_of
@@ -63,7 +61,11 @@ class Saver:
     """Saves the states of one training run.
 
     Costs are measured by the ``clock``, which is monotonic. The shadow lies in the file at
-    ``place``; in memory of this process, if that is None.
+    ``place``; in memory of this process, if that is None. It ``keeps`` what storage refused, for a
+    manager that has it written again (:meth:`begin_kept`).
+
+    Attributes:
+        kept: steps in memory that storage does not have.
     """
 
     def __init__(
@@ -72,8 +74,10 @@ class Saver:
         options: Options,
         clock: Clock = time.monotonic,
         place: FilePlace | None = None,
+        *,
+        keeps: bool = False,
     ) -> None:
-        self._options, self._clock = options, clock
+        self._options, self._clock, self._keeps = options, clock, keeps
         self._has_recorder = bool(recorders)
         self._schedule, self._watch = LineSchedule(options.max_deltas), Stopwatch(clock)
         host = options.host_shadow
@@ -83,6 +87,7 @@ class Saver:
         self._notices = Notices()
         # A step may be restored, to look at it, while another thread saves the next one.
         self._lock = threading.Lock()
+        self.kept = Keeper(self._planner.parents, self._planner.deferred, self._lock)
         self._attempt = Attempt(threading.Lock(), claims.new_token())
         self._stager = Stager(options, self._planner, self._shadow)
 
@@ -123,7 +128,7 @@ class Saver:
             if not (has_shadow or structure.on_accelerator):
                 blocks = transfer.stage(dict(enumerate(snapshot.arrays)), structure.picks)
                 blocks = with_others(snapshot, blocks, structure.touched)
-            self._prepare_next(tip, snapshot, blocks, lambda: sums, is_restored=True)
+            self._stager.prepare_next(tip, snapshot, blocks, lambda: sums, is_restored=True)
         with self._lock:
             distrusted = [specs[i].path for i in saved.caution.distrusted]
             self._planner.distrust.learn(saved.caution.reason, distrusted)
@@ -132,45 +137,6 @@ class Saver:
                 self._watch.note(name, seconds)
             self._note_position()
         xla_call.begin()
-
-    def _prepare_next(
-        self,
-        tip: Tip,
-        snapshot: Snapshot,
-        copied: Mapping[int, Blocks] | None,
-        sums: Sums,
-        *,
-        is_restored: bool,
-    ) -> None:
-        """Prepares the check of the save that follows a step, behind the caller's back.
-
-        The update has to be exported and looked through for that, which takes longer than to read
-        or copy a state; whoever plans the next save waits for it. On an accelerator the arrays,
-        which the caller may donate, are looked at before this returns. From the blocks ``copied``
-        the shadow starts; without them it stays as it is.
-        """
-        structure, arithmetic = snapshot.structure, Arithmetic.current()
-        held = None
-        if not structure.on_accelerator:
-            held = [transfer.held(each) for each in snapshot.arrays]
-
-        def arrays() -> Sequence[Any]:
-            return snapshot.arrays if held is None else [each() for each in held]
-
-        def witness() -> Witness | None:
-            with jax_settings.own(), arithmetic.applied():
-                found = self._planner.witness_of(snapshot, arrays, tip.step)
-                if found is not None and copied is not None:
-                    begun = ShadowStep(tip.position, tip.step, copied, sums)
-                    self._shadow.start(structure, found.program, begun, is_restored=is_restored)
-                if tip.staged is not None:
-                    tip.host_copies = self._planner.kept(structure, tip.host_copies)
-                return found
-
-        if held is None:
-            tip.witness = witness()
-        else:
-            tip.preparing = self._stager.worker.submit(witness)
 
     def recover(self, abstract_state: PyTree, newest: Newest | None) -> tuple[int, PyTree]:
         """Takes the state that another process has left in the shadow's file, and its step number.
@@ -228,6 +194,7 @@ class Saver:
             if (last := self._stager.last_base) is not None and last.error is not None:
                 self._stager.last_base = None  # with the copies of its state
             self._planner.learn()
+            self.kept.let_go()
             snapshot = self._planner.snapshots.take(state)
             options, bindings = self._options, snapshot.structure.bindings
             if options.max_deltas and options.delta != "bits" and not self._has_recorder:
@@ -269,42 +236,19 @@ class Saver:
         exporting = None if is_exported else self._stager.export(planned.structure)
         self._tell(planned, again)
         copies.wait()
-        saved = planner.parents.saved
-        self._attempt = self._attempt.next(
-            exchange, repeats=saved is not None and saved.directory == directory
+        save = self._save(
+            [*planner.deferred.steps, own], directory, number, parent, course.tip, exchange
         )
-        found, structure = parent.lineage if parent else None, planned.structure
-        links = found is not None and planner.parents.has_links(directory)
-        if not links:
-            planner.parents.note_parent(number, parent)
-        save = Save(
-            steps=[*planner.deferred.steps, own],
-            directory=directory,
-            number=number,
-            parent=found,
-            parent_files=parent.files if parent else frozenset(),
-            parent_stamp=parent.stamp if parent else None,
-            links=links,
-            before=course.tip.step if course.tip else planned.step,
-            caution=planner.distrust.caution(structure),
-            replicas=structure.replica_check(self._options.check_replicas),
-            attempt=self._attempt,
-            replayable=replayable,
-            exporting=exporting,
-            custom_metadata=custom_metadata,
-            measured=self._watch.take(),
-            # Those of the line that a base ends are nothing to the line that it begins.
-            background=BackgroundFacts() if planned.is_base else self._background(directory),
-            base=None if parent else self._stager.base_writer(course, copies, directory),
-            clock=self._clock,
-            before_commit=self._bases.put,
-        )
+        save.replayable, save.custom_metadata = replayable, custom_metadata
+        save.exporting = exporting
+        if parent is None:
+            save.base = self._stager.base_writer(course, copies, directory)
         # Until the save is committed this directory does not exist, and if it fails it never will:
         # the next save looks at the disk, finds no parent, and writes a base.
         tip = Tip(planned.step, save.depth, own, copies.kept, witness)
         if not is_exported:
-            blocks = with_others(snapshot, copies.staged, structure.touched)
-            self._prepare_next(tip, snapshot, blocks, own.sums, is_restored=False)
+            blocks = with_others(snapshot, copies.staged, planned.structure.touched)
+            self._stager.prepare_next(tip, snapshot, blocks, own.sums, is_restored=False)
         following = Parent(directory, number, tip, save)
         planner.parents.advance(following)
         planner.deferred.restart(following)
@@ -314,6 +258,74 @@ class Saver:
         elif planned.makes_base:
             self._make_base(following, own, copies, exchange)
         return save
+
+    def _save(
+        self,
+        steps: Sequence[Pending],
+        directory: AnyPath,
+        number: int | None,
+        parent: Parent | None,
+        tip: Tip | None,
+        exchange: Exchange | None,
+    ) -> Save:
+        """A save of staged steps, of which the last one follows the ``tip``."""
+        planner, planned = self._planner, steps[-1].plan
+        saved = planner.parents.saved
+        self._attempt = self._attempt.next(
+            exchange, repeats=saved is not None and saved.directory == directory
+        )
+        found, structure = parent.lineage if parent else None, planned.structure
+        links = found is not None and planner.parents.has_links(directory)
+        if not links:
+            planner.parents.note_parent(number, parent)
+        return Save(
+            steps=steps,
+            directory=directory,
+            number=number,
+            parent=found,
+            parent_files=parent.files if parent else frozenset(),
+            parent_stamp=parent.stamp if parent else None,
+            links=links,
+            before=tip.step if tip else planned.step,
+            caution=planner.distrust.caution(structure),
+            replicas=structure.replica_check(self._options.check_replicas),
+            attempt=self._attempt,
+            measured=self._watch.take(),
+            # Those of the line that a base ends are nothing to the line that it begins.
+            background=BackgroundFacts() if planned.is_base else self._background(directory),
+            clock=self._clock,
+            before_commit=self._bases.put,
+            keeps=self._keeps,
+        )
+
+    def begin_kept(self, directory: AnyPath, number: int | None, exchange: Exchange | None) -> Save:
+        """Begins to write again what storage refused, or else what was deferred, without a state.
+
+        Raises:
+            AdaCheckError: steps are lost; told once. Or there is nothing to write.
+        """
+        with self._lock:
+            self._enter(is_save=True)
+            planner, saved = self._planner, self._planner.parents.saved
+            planner.learn()
+            if saved is not None and saved.save is not None and saved.save.is_kept:
+                self._attempt = self._attempt.next(exchange, repeats=True)
+                saved.save = repeated(saved.save, self._attempt)
+                if self._stager.last_base is not None and saved.save.is_base:
+                    self._stager.last_base = saved.save
+                return saved.save
+            self.kept.let_go()
+            course, steps = planner.plan_kept(directory), planner.deferred.steps
+            if course is None or course.tip is None or (parent := course.parent) is None:
+                raise AdaCheckError(f"{directory}: expected recorded steps, found none.")
+            save = self._save(steps, directory, number, parent, None, exchange)
+            save.before = steps[-2].step if len(steps) > 1 else parent.tip.step
+            following = Parent(directory, number, course.tip, save)
+            planner.parents.advance(following)
+            planner.deferred.restart(following)
+            self._note_position()
+            self._watch.leave_saved(is_base=False, deltas=len(steps))
+            return save
 
     def _background(self, directory: AnyPath) -> BackgroundFacts:
         """Facts of this process on bases made in the background, to be told to the others."""
@@ -337,11 +349,12 @@ class Saver:
         with self._lock:
             self._watch.stay()
 
-    def defer(self, state: PyTree, step: int | None) -> bool:
+    def defer(self, state: PyTree, step: int | None, *, is_away: bool = False) -> bool:
         """Keeps a step in memory, for the next save to write with its own.
 
         True if it was kept; see :meth:`~adacheck_jax.AdaCheckHandler.record_step`. The step is the
-        one after the last if no number is given.
+        one after the last if no number is given. While storage ``is_away`` more steps are kept, and
+        each is known to be one update from the last when this returns.
 
         Raises:
             ValueError: a later step was saved or deferred before, or another state was saved as
@@ -350,7 +363,8 @@ class Saver:
         """
         with self._lock:
             self._enter(is_save=False)
-            why, deferred = self._why_not_deferred(state, step), self._planner.deferred
+            why = self._why_not_deferred(state, step, is_away=is_away)
+            deferred = self._planner.deferred
             self._note_position()
             if why and step is None and len(deferred):
                 step = deferred.steps[-1].step + 1
@@ -360,7 +374,7 @@ class Saver:
                 self._notices.note_step(step)
             return not why
 
-    def _why_not_deferred(self, state: PyTree, step: int | None) -> str:
+    def _why_not_deferred(self, state: PyTree, step: int | None, *, is_away: bool) -> str:
         """Defers a step, or gives the reason why it has to be saved."""
         planner, deferred = self._planner, self._planner.deferred
         planner.learn()
@@ -381,7 +395,7 @@ class Saver:
         if not len(deferred):
             deferred.restart(parent)
         snapshot = planner.snapshots.take(state)
-        course = planner.plan_deferred(snapshot, parent, number, again)
+        course = planner.plan_deferred(snapshot, parent, number, again, is_away=is_away)
         if isinstance(course, str):
             return course
         before = parent.tip.staged
@@ -396,7 +410,7 @@ class Saver:
         tip = Tip(number, depth, own, copies.kept, witness)
         deferred.add(tip, own, drains=snapshot.structure.on_accelerator)
         self._watch.leave_deferred()
-        if jax.process_count() == 1 and (planner.distrust.is_cautious or is_known):
+        if jax.process_count() == 1 and (planner.distrust.is_cautious or is_known or is_away):
             # Several processes would not know it at the same time.
             return planner.settle_last_deferred()
         return ""
@@ -461,7 +475,7 @@ class Saver:
 
 def _why_not_same(snapshot: Snapshot, parent: Parent) -> str:
     """Raises ValueError if a step was saved with another state; the reason if it was not saved."""
-    if parent.save is not None and parent.save.error is not None:
+    if parent.save is not None and parent.save.is_lost:
         return f"step {parent.tip.step} was not saved"
     structure, known, found = snapshot.structure, parent.sums(), sums_of(snapshot)
     leaves = (i for i in known if i not in structure.ephemeral and known[i] != found[i])

@@ -27,7 +27,7 @@ from adacheck_jax.save.attempt import SHARES, Report
 from adacheck_jax.save.one_save import Agreed, Save
 from adacheck_jax.save.pending import Pending
 from adacheck_jax.store import claims, delta_writer, equality, links
-from adacheck_jax.store.base_writer import ArrayLayout, BaseWriter
+from adacheck_jax.store.base_writer import ArrayLayout
 from adacheck_jax.store.steps import folders, manifest_file
 from adacheck_jax.store.steps import lineage as lineages
 from adacheck_jax.store.storage.location import AnyPath, at
@@ -45,14 +45,14 @@ def write(save: Save, directory: AnyPath, layout: ArrayLayout) -> None:
         ReplayError: replay does not give a state that is gone.
         StorageError: the disk is full, gone, or cannot be written.
     """
-    base, save.base = save.base, None  # a save that failed is kept, the copies are not
     try:
-        save.agreed = _agreed(save, directory, base, layout)
+        save.agreed = _agreed(save, directory, layout)
         save.durable_s = save.clock()
         save.before_commit()
     except AdaCheckError as error:
         save.error = error
-        if deferred := [each.step for each in save.steps[:-1]]:
+        deferred = [each.step for each in save.steps[:-1]]
+        if deferred and not save.is_kept:
             raise type(error)(
                 f"{error} Not saved either, as they were to be written with it: the recorded "
                 f"steps {lineages.shown_steps(deferred)}."
@@ -61,9 +61,13 @@ def write(save: Save, directory: AnyPath, layout: ArrayLayout) -> None:
     except Exception as error:
         save.error = error
         raise
+    finally:
+        # What may have to be written again is kept until Orbax has given the step its name.
+        if not (save.keeps if save.error is None else save.is_kept):
+            save.release()
 
 
-def _agreed(save: Save, directory: AnyPath, base: BaseWriter | None, layout: ArrayLayout) -> Agreed:
+def _agreed(save: Save, directory: AnyPath, layout: ArrayLayout) -> Agreed:
     process, attempt = jax.process_index(), save.attempt
     exchange = attempt.exchange
     try:
@@ -71,14 +75,11 @@ def _agreed(save: Save, directory: AnyPath, base: BaseWriter | None, layout: Arr
             if attempt.is_over:
                 raise AdaCheckError(f"step {save.own.step}: given up, it is being saved again")
             with claims.writing(directory, process, attempt.token) as attempt.claim:
-                own = _write(save, directory, base, layout)
+                own = _write(save, directory, layout)
     except Exception as error:
         if exchange is not None and not attempt.is_over:
             exchange.fail(SHARES, error)
         raise
-    finally:
-        for each in save.steps:
-            each.release()
     answer = attempt.agree(own, functools.partial(validation.validated, save))
     save.measured = [(name, seconds, deltas) for name, seconds, deltas in answer["measured"]]
     return Agreed(
@@ -90,8 +91,8 @@ def _agreed(save: Save, directory: AnyPath, base: BaseWriter | None, layout: Arr
     )
 
 
-def _write(save: Save, directory: AnyPath, base: BaseWriter | None, layout: ArrayLayout) -> Report:
-    process = jax.process_index()
+def _write(save: Save, directory: AnyPath, layout: ArrayLayout) -> Report:
+    process, base = jax.process_index(), save.base
     for each in save.steps:
         each.begin()
     for each in save.steps:
@@ -146,16 +147,9 @@ def _write(save: Save, directory: AnyPath, base: BaseWriter | None, layout: Arra
 def _write_deltas(
     steps: Sequence[Pending], directory: AnyPath, process: int
 ) -> list[dict[str, Any]]:
-    if (own := steps[-1].delta) is None:
-        raise AdaCheckError(f"step {steps[-1].step} was given up before it was written")
-    codec, buffers, packed = own.codec, own.memory, []
-    del own
-    for each in steps:
-        # Deferred steps fill the memory that they may: each is let go of as it is packed.
-        delta = dataclasses.replace(each.take_delta(), candidates=each.plan.stored)
-        packed.append(delta.packed(process, jax.process_count()))
-        del delta
-    return delta_writer.write(packed, folders.pack_in(directory, process), codec, buffers)
+    # Deferred steps fill the memory that they may: each is let go of as it is packed.
+    packed = [each.packed() for each in steps]
+    return delta_writer.write(packed, folders.pack_in(directory, process))
 
 
 def _reported(save: Save, step: Pending) -> dict[str, Any]:

@@ -7,8 +7,9 @@ whose state may be donated.
 from __future__ import annotations
 
 import threading
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
+from typing import Any
 
 import jax
 
@@ -18,7 +19,7 @@ from adacheck_jax.device.transfer import Joined
 from adacheck_jax.format.boxes import Blocks
 from adacheck_jax.plan.options import Options
 from adacheck_jax.plan.save_plan import SavePlan
-from adacheck_jax.proof.checker import Witness
+from adacheck_jax.proof.checker import Sums, Witness
 from adacheck_jax.proof.shadow import ShadowThread
 from adacheck_jax.proof.shadow_state import ShadowStep
 from adacheck_jax.save import copies as host_copies
@@ -136,6 +137,45 @@ class Stager:
             own.check = checker.begin(tip.witness, snapshot.arrays, planned.step, own.sums)
             return own, own.check.witness, copies
         return own, checker.witness(snapshot.arrays, planned.step), copies
+
+    def prepare_next(
+        self,
+        tip: Tip,
+        snapshot: Snapshot,
+        copied: Mapping[int, Blocks] | None,
+        sums: Sums,
+        *,
+        is_restored: bool,
+    ) -> None:
+        """Prepares the check of the save that follows a step, behind the caller's back.
+
+        The update has to be exported and looked through for that, which takes longer than to read
+        or copy a state; whoever plans the next save waits for it. On an accelerator the arrays,
+        which the caller may donate, are looked at before this returns. From the blocks ``copied``
+        the shadow starts; without them it stays as it is.
+        """
+        structure, arithmetic = snapshot.structure, Arithmetic.current()
+        held = None
+        if not structure.on_accelerator:
+            held = [transfer.held(each) for each in snapshot.arrays]
+
+        def arrays() -> Sequence[Any]:
+            return snapshot.arrays if held is None else [each() for each in held]
+
+        def witness() -> Witness | None:
+            with jax_settings.own(), arithmetic.applied():
+                found = self._planner.witness_of(snapshot, arrays, tip.step)
+                if found is not None and copied is not None:
+                    begun = ShadowStep(tip.position, tip.step, copied, sums)
+                    self._shadow.start(structure, found.program, begun, is_restored=is_restored)
+                if tip.staged is not None:
+                    tip.host_copies = self._planner.kept(structure, tip.host_copies)
+                return found
+
+        if held is None:
+            tip.witness = witness()
+        else:
+            tip.preparing = self.worker.submit(witness)
 
     def base_writer(self, course: Course, copies: HostCopies, directory: AnyPath) -> BaseWriter:
         """The writer of this process's part of a base."""

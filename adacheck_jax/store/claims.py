@@ -28,6 +28,10 @@ from adacheck_jax.store.storage.location import AnyPath, at
 _PREFIX = ".claim."
 
 
+class TakenError(StorageError):
+    """Another writer has taken the step: to write it again would take it from that one."""
+
+
 def new_token() -> str:
     """Unique name of one handler's line of steps."""
     return uuid.uuid4().hex
@@ -154,9 +158,9 @@ def _clear(directory: AnyPath, process: int) -> None:
         at(each).delete()
 
 
-def lost(directory: AnyPath) -> StorageError:
+def lost(directory: AnyPath) -> TakenError:
     """Error of a writer whose step another one has taken."""
-    return StorageError(
+    return TakenError(
         f"{roots.committed_path(directory)}: expected one writer, found that another handler or "
         "process saves the same step into the same root at the same time, or has removed the "
         "directory that it is written into. What this one wrote of the step is not saved, and no "

@@ -46,11 +46,20 @@ class Packed:
         report: what the other processes and the manifest are told of it, as JSON: ``letters``, leaf
             indices and encodings of the leaves that this process stores boxes of; ``aliases`` and
             ``coded``, as in :class:`~adacheck_jax.format.manifest.Pack`; ``sizes_bytes``.
+        codec: codec of the compressed array.
+        memory: what the memory of both arrays is given back to.
     """
 
     raw: np.ndarray
     compressed: np.ndarray
     report: dict[str, Any]
+    codec: Codec
+    memory: ReusedMemory
+
+    def give_back(self) -> None:
+        """Gives back the memory, once the bytes are nobody's business any more."""
+        for section in (self.raw, self.compressed):
+            self.memory.give_back(section)
 
 
 @dataclass(slots=True)
@@ -120,7 +129,7 @@ class DeltaWriter:
             "coded": sizes,
             "sizes_bytes": (raw.size, compressed.size),
         }
-        return Packed(raw, compressed, report)
+        return Packed(raw, compressed, report, self.codec, self.memory)
 
     def _fill(
         self,
@@ -196,9 +205,7 @@ class DeltaWriter:
         return chosen
 
 
-def write(
-    packed: Sequence[Packed], start: AnyPath, codec: Codec, memory: ReusedMemory
-) -> list[dict[str, Any]]:
+def write(packed: Sequence[Packed], start: AnyPath) -> list[dict[str, Any]]:
     """Writes one process's sections of successive deltas as one pack, durably.
 
     Returns:
@@ -206,8 +213,6 @@ def write(
     """
     sections = [each.raw for each in packed], [each.compressed for each in packed]
     contents = list(zip((arrays.RAW, arrays.COMPRESSED), sections, strict=True))
-    zeros = writer.write_pack(start, contents, codec)
-    for section in (*sections[0], *sections[1]):
-        memory.give_back(section)
+    zeros = writer.write_pack(start, contents, packed[-1].codec)
     pairs = zip(packed, *zeros, strict=True)
     return [each.report | {"zeros": left_out} for each, *left_out in pairs]

@@ -1,8 +1,8 @@
 /* Stands between a process and its disk; loaded by LD_PRELOAD, told what to do through ctypes.
 
    Counts every call that changes something under one root, logs it, and at each of them may copy the
-   root as a crash there would leave it, fail, or end the process. Calls are made one at a time, so
-   that a copy shows a moment that was. */
+   root as a crash there would leave it, fail, wait, or end the process. Calls are made one at a time,
+   so that a copy shows a moment that was. */
 #define _GNU_SOURCE
 #include <dlfcn.h>
 #include <errno.h>
@@ -19,9 +19,10 @@
 #include <sys/wait.h>
 #include <unistd.h>
 
-enum { OFF, COUNT, COPY, FAIL_ONCE, FULL, EXIT };
+enum { OFF, COUNT, COPY, FAIL_ONCE, FULL, EXIT, HANG };
 
 static pthread_mutex_t lock = PTHREAD_MUTEX_INITIALIZER;
+static pthread_cond_t changed = PTHREAD_COND_INITIALIZER;
 static int mode = OFF;
 static long at, count, copies, fired;
 static int error_number;
@@ -46,6 +47,7 @@ void disk_arm(const char *a_root, const char *an_out, int a_mode, long an_at, in
 long disk_disarm(void) {
   pthread_mutex_lock(&lock);
   mode = OFF;
+  pthread_cond_broadcast(&changed);
   long n = count;
   pthread_mutex_unlock(&lock);
   return n;
@@ -95,6 +97,8 @@ static int before(const char *name, const char *path, const char *other, int mak
   if (log_fd >= 0 && write(log_fd, line, n) < 0) {
   }
   if (mode == COPY) copy_root();
+  while (mode == HANG) pthread_cond_wait(&changed, &lock);
+  if (mode == OFF) return 0;
   int hit = mode == FULL ? makes && count >= at : count == at;
   if (!hit || mode == COUNT || mode == COPY) return 0;
   fired++;

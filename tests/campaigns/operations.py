@@ -50,7 +50,7 @@ from tests.campaigns.crashes import KEPT_STEPS, Run, compile_once, digest
 multihost._DEFAULT_BARRIER_TIMEOUT = 5
 """Seconds for which Orbax waits for directories that cannot be made; 300 otherwise."""
 
-OFF, COUNT, COPY, FAIL_ONCE, FULL, EXIT = range(6)
+OFF, COUNT, COPY, FAIL_ONCE, FULL, EXIT, HANG = range(7)
 FAILURES = {"once": (FAIL_ONCE, errno.EIO), "full": (FULL, errno.ENOSPC)}
 SAVES = {"delta": 4, "base": 5}
 """Steps to save: a delta whose retention deletes a base, a base that keeps an earlier volume."""

@@ -151,7 +151,7 @@ def test_a_step_that_was_given_up_is_not_proved():
         assert own.verify().step == 3, "nothing is left to compare, and nobody writes it"
         assert not proof.begun
         with pytest.raises(AdaCheckError, match="given up"):
-            own.take_delta()
+            own.packed()
 
 
 def test_every_phase_has_its_moves_and_no_move_leads_back():

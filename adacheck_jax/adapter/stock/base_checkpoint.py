@@ -51,9 +51,12 @@ class StockCheckpoints:
         types = ocp.type_handlers
         kinds = (int, float, np.ndarray, jax.Array)
         number = descriptions.NotedScalars()
-        noted = number, number, descriptions.NotedNumpy(), descriptions.NotedArrays()
+        arrays = descriptions.NotedArrays()
+        noted = number, number, descriptions.NotedNumpy(), arrays
         self._noted = noted[1:]
-        registry = types.create_type_handler_registry(*zip(kinds, noted, strict=True))
+        registry = types.create_type_handler_registry(
+            *zip(kinds, noted, strict=True), (jax.ShapeDtypeStruct, arrays)
+        )
         self._writer = ocp.PyTreeCheckpointHandler(use_zarr3=True, type_handler_registry=registry)
         self._reader = ocp.PyTreeCheckpointHandler()
         numbers = descriptions.DescribedScalars()
@@ -262,6 +265,21 @@ class StockCheckpoints:
         self._writer.close()
         self._reader.close()
         self._describer.close()
+
+
+def described(state: PyTree) -> PyTree:
+    """A state without elements of arrays: :meth:`StockCheckpoints.write` describes it as well."""
+
+    def hollow(leaf: Any) -> Any:
+        if _is_empty(leaf) or (isinstance(leaf, jax.Array) and transfer.is_key(leaf)):
+            return leaf
+        if isinstance(stored := _storable(leaf), jax.Array):
+            return jax.ShapeDtypeStruct(stored.shape, stored.dtype, sharding=stored.sharding)
+        if not isinstance(stored, np.ndarray):
+            return stored
+        return np.broadcast_to(np.zeros((), stored.dtype), stored.shape)
+
+    return jax.tree.map(hollow, state)
 
 
 def _is_reachable(directory: AnyPath) -> bool:

@@ -128,7 +128,7 @@ class Parent:
         """Looks for its lineage on the disk."""
         known, self.lineage = [*others, *self._known()], None
         if self.save is not None and self.save.error is not None:
-            return  # it was told that it is not saved
+            return  # it was told that it is not saved, or is to be written again first
         try:
             found = self._committed(known) or lookup.follow(known, self.directory)
             if not found.exists():  # deleted; or compacted, and linked otherwise than was known
@@ -282,7 +282,7 @@ def facts_of(
             interval=save.own.step - save.before,
             replayable=save.replayable,
             follows_saved=save.parent is not None,
-            failure=save.error is not None,
+            failure=save.is_lost,
         )
         # Several processes may not see at the same save that a step has become a base.
         base_depth = max(base_depth, made_depth) if jax.process_count() == 1 else made_depth

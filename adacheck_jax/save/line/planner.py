@@ -19,7 +19,7 @@ import jax
 
 from adacheck_jax.device import fingerprint, transfer
 from adacheck_jax.device.trees import PyTree
-from adacheck_jax.errors import AdaCheckError, ReplayError
+from adacheck_jax.errors import AdaCheckError, LineageError, ReplayError
 from adacheck_jax.format.boxes import Blocks
 from adacheck_jax.plan import save_plan, situation
 from adacheck_jax.plan.decision import Decision, replays, unplanned
@@ -34,6 +34,7 @@ from adacheck_jax.proof.shadow import ShadowThread
 from adacheck_jax.save.background_bases import BackgroundBases
 from adacheck_jax.save.line import parents
 from adacheck_jax.save.line.deferred import DeferredSteps
+from adacheck_jax.save.line.kept import most_bytes
 from adacheck_jax.save.line.notices import Distrust, tell_given_up
 from adacheck_jax.save.line.parents import Parent, Parents, Tip
 from adacheck_jax.save.pending import Pending, told
@@ -124,7 +125,7 @@ class Planner:
             if (planned := save_plan.speculate(facts, self._options)) is not None:
                 return Course(planned, only, self.deferred.tip_behind(only))
         counts = snapshot.counts()  # waits for the running step
-        self._settle_deferred()
+        self.settle_deferred()
         parent = self.deferred.follows if len(self.deferred) else None
         if parent is not None and not self.parents.look(parent, directory):
             self.give_up(0, "the step that they follow is not there")
@@ -136,15 +137,29 @@ class Planner:
         return self._corrected(snapshot, course, facts) if course.plan.is_replayed else course
 
     def plan_deferred(
-        self, snapshot: Snapshot, parent: Parent, step: int, again: Pending | None
+        self,
+        snapshot: Snapshot,
+        parent: Parent,
+        step: int,
+        again: Pending | None,
+        *,
+        is_away: bool,
     ) -> Course | str:
-        """Plans a step that stays in memory; or gives the reason why it has to be saved instead."""
+        """Plans a step that stays in memory; or gives the reason why it has to be saved instead.
+
+        While storage ``is_away`` there may be more of them.
+        """
         facts = self._situation(snapshot, parent.directory, step, None, parent, again, True)
-        planned = save_plan.plan_deferred(facts, self._options)
+        planned = save_plan.plan_deferred(facts, self._options, is_away=is_away)
         if isinstance(planned, str):
             return planned
-        own_bytes = situation.bytes_of(planned.structure, planned.stored)
-        if (len(self.deferred) + 1) * own_bytes > situation.most_bytes(planned.structure):
+        structure = planned.structure
+        own_bytes = situation.bytes_of(structure, planned.stored)
+        taken_bytes = len(self.deferred) * own_bytes
+        may_take = situation.most_bytes(structure)
+        if is_away:
+            may_take = most_bytes(structure, taken_bytes)
+        if taken_bytes + own_bytes > may_take:
             return "the recorded steps fill the memory that they may take"
         return Course(planned, parent, self.deferred.tip_behind(parent))
 
@@ -350,7 +365,7 @@ class Planner:
         ]
         self.distrust.learn(reason, paths)
 
-    def _settle_deferred(self) -> None:
+    def settle_deferred(self) -> None:
         """Settles and verifies deferred steps; gives up those that are not one update apart."""
         # The first that failed tells why, below.
         with contextlib.suppress(AdaCheckError):
@@ -358,6 +373,24 @@ class Planner:
         self.learn()
         if (count := self.deferred.settled_count) < len(self.deferred):
             self.give_up(count, "they are not one update apart")
+
+    def plan_kept(self, directory: AnyPath) -> Course | None:
+        """Plans a save of the deferred steps alone; None if there are none that can be saved.
+
+        Raises:
+            AdaCheckError: deferred steps are lost; told once.
+        """
+        self.settle_deferred()
+        parent = self.deferred.follows
+        if parent is None or not (steps := self.deferred.steps):
+            return None
+        if not self.parents.look(parent, directory):
+            raise LineageError(
+                f"Recorded steps that are not saved: "
+                f"{lineages.shown_steps([each.step for each in self.deferred.cut(0)])}; the step "
+                "that they follow is not there. The next save will be a base."
+            )
+        return Course(steps[-1].plan, parent, self.deferred.tip_behind(parent))
 
     def settle_last_deferred(self) -> str:
         """Settles the steps deferred so far; in a cautious run they are compared too.

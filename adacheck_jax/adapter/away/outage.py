@@ -1,0 +1,108 @@
+"""Storage that is away: it refuses, or does not answer, as the saves of a manager find it.
+
+Decided by a clock and by what saves have told, without a look at storage.
+"""
+
+from __future__ import annotations
+
+import logging
+import math
+import time
+
+from adacheck_jax.errors import first_line
+from adacheck_jax.save.line.kept import KeptSteps
+from adacheck_jax.schedule.stopwatch import Clock
+from adacheck_jax.store.steps.lineage import shown_steps
+
+_log = logging.getLogger(__name__)
+
+PATIENCE_S = 5.0
+"""Seconds for which a save may take, before the next one does not wait for it any more."""
+_SLOWER = 4.0
+"""The same in times of what the longest save took."""
+RETRY_S = 5.0
+"""Seconds between two tries while storage refuses, and the next one is kept in memory."""
+_WORTH = 10.0
+"""The same in times of what the last try took from the training loop."""
+_TOLD_S = 60.0
+CLOSING_S = 60.0
+"""Seconds for which a manager that is closed tries to write what is in memory."""
+
+
+class Outage:
+    """A time in which storage is away, if it is.
+
+    Attributes:
+        error: refusal that was met last; None if storage has only not answered.
+    """
+
+    def __init__(self, clock: Clock = time.monotonic) -> None:
+        self._clock = clock
+        self._since_s: float | None = None
+        self._begun_s, self._longest_s = 0.0, 0.0
+        self._next_try_s, self._told_s = -math.inf, -math.inf
+        self.error: Exception | None = None
+
+    @property
+    def is_away(self) -> bool:
+        """True from a refusal, or a save that took too long, until a save has ended well."""
+        return self._since_s is not None
+
+    @property
+    def is_due(self) -> bool:
+        """True if storage is to be tried."""
+        return self._clock() >= self._next_try_s
+
+    @property
+    def patience_s(self) -> float:
+        """Seconds for which the save in flight is still waited for."""
+        if self.is_away:
+            return 0.0
+        patience_s = max(PATIENCE_S, _SLOWER * self._longest_s)
+        return max(self._begun_s + patience_s - self._clock(), 0.0)
+
+    def begin(self) -> None:
+        """Notes that storage is tried now."""
+        self._begun_s = self._clock()
+
+    def hang(self) -> None:
+        """Notes that storage has not answered in time."""
+        if self._since_s is None:
+            self._since_s, self.error = self._begun_s, None
+
+    def refuse(self, error: Exception) -> None:
+        """Notes that storage refused something."""
+        now_s = self._clock()
+        self._since_s = now_s if self._since_s is None else self._since_s
+        self._next_try_s, self.error = now_s + RETRY_S, error
+
+    def return_to_loop(self) -> None:
+        """Notes that a try which failed returns to the training loop now."""
+        now_s = self._clock()
+        pause_s = max(RETRY_S, _WORTH * (now_s - self._begun_s))
+        self._next_try_s = max(self._next_try_s, now_s + pause_s)
+
+    def end(self, took_s: float | None) -> None:
+        """Notes that a save has ended well, and the seconds that it took if they are known."""
+        if self._since_s is None:
+            self._longest_s = max(self._longest_s, took_s or 0.0)
+        elif self._told_s > -math.inf:
+            _log.warning("Storage answers again: steps that are in memory are written now.")
+        self._since_s, self.error = None, None
+        self._next_try_s = self._told_s = -math.inf
+
+    def tell(self, kept: KeptSteps) -> None:
+        """Warns, once a minute, that steps are kept in memory."""
+        now_s = self._clock()
+        if self._since_s is None or now_s < self._told_s + _TOLD_S:
+            return
+        self._told_s = now_s
+        what, why = "A save has not ended", "storage is slow, or does not answer"
+        if self.error is not None:
+            what, why = "Storage has refused steps", first_line(self.error)
+        _log.warning(
+            "%s for %d s (%s). Training goes on; steps that are kept in memory meanwhile: %s, "
+            "with %d of the %d MiB that they may take.",
+            *(what, now_s - self._since_s, why, shown_steps(kept.steps)),
+            *(kept.taken_bytes >> 20, kept.most_bytes >> 20),
+        )

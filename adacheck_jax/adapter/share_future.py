@@ -1,0 +1,58 @@
+"""The future of a share, which begins to write when nobody is in its way."""
+
+from __future__ import annotations
+
+import threading
+from typing import Any
+
+import orbax.checkpoint as ocp
+from orbax.checkpoint.future import CommitFutureAwaitingContractedSignals
+
+from adacheck_jax.device import jax_settings
+from adacheck_jax.save import share
+from adacheck_jax.save.one_save import Save
+from adacheck_jax.store.base_writer import ArrayLayout
+from adacheck_jax.store.steps import roots
+from adacheck_jax.store.steps.marks import FINALIZED, IN_PLACE
+from adacheck_jax.store.storage.location import AnyPath, at
+
+_MOMENT_S = 0.02
+"""Time that the caller's thread has to itself, before a share is written."""
+
+
+class ShareFuture(ocp.Future):
+    """A thread that writes a share, once Orbax waits for it or a moment has passed.
+
+    Orbax waits in the background, when the caller's thread is nearly done: a thread that is at work
+    earlier takes turns with the caller's, of up to 5 ms each. Of several items Orbax waits for one
+    after another, and for none once one has failed.
+    """
+
+    def __init__(self, save: Save, directory: AnyPath, layout: ArrayLayout) -> None:
+        self._go = threading.Event()
+        written = _written(save, directory, layout, self._go)
+        self._begun = CommitFutureAwaitingContractedSignals(written, name="adacheck_write")
+
+    def result(self, timeout: float | None = None) -> Any:
+        """Wait until the share is durable."""
+        self._go.set()
+        return self._begun.result(timeout)
+
+    def cancel(self) -> None:
+        """Give up waiting."""
+        self._begun.cancel()
+
+
+async def _written(
+    save: Save, directory: AnyPath, layout: ArrayLayout, go: threading.Event
+) -> None:
+    """Write this process's share of a save."""
+    go.wait(_MOMENT_S)
+    if at(directory).on_file_system and roots.is_written_in_place(directory):
+        # Before any other file: it marks the directory as not committed (see is_committed).
+        mark = at(directory / IN_PLACE)
+        mark.write(b"")
+        mark.sync()
+        at(directory / FINALIZED).delete()  # of an earlier save into the same directory
+    with jax_settings.own():  # set for this thread, so nothing may be awaited inside
+        share.write(save, directory, layout)

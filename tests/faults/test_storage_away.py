@@ -1,0 +1,528 @@
+"""Storage that refuses or hangs: training goes on, and what was reported as saved is written."""
+
+from __future__ import annotations
+
+import asyncio
+import errno
+import json
+import random
+import subprocess
+import sys
+import threading
+from collections.abc import Callable
+from typing import Any
+
+import orbax.checkpoint as ocp
+import pytest
+from orbax.checkpoint._src.path import async_path
+
+import adacheck_jax as adacheck
+from adacheck_jax.adapter.away import keeping, outage
+from adacheck_jax.errors import StorageError
+from adacheck_jax.format.manifest import BaseManifest
+from adacheck_jax.plan import situation
+from adacheck_jax.save.line import kept
+from adacheck_jax.store import claims
+from adacheck_jax.store.packs import writer
+from adacheck_jax.store.steps import manifest_file, roots
+from adacheck_jax.store.storage.location import located
+from tests import support
+
+POINTS: dict[str, tuple[Any, str]] = {
+    "rename": (async_path, "rename"),
+    "pack": (writer, "write_pack"),
+    "mkdir": (async_path, "mkdir"),
+    "claim": (claims, "_take"),
+    "manifest": (manifest_file, "write"),
+}
+
+
+class Storage:
+    """Storage that may be away at one point of each save."""
+
+    def __init__(self, monkeypatch: Any, point: str, mode: str) -> None:
+        self.mode, self.is_away, self.refused = mode, False, 0
+        self._back, self.asked = threading.Event(), threading.Event()
+        module, name = POINTS[point]
+        inner = getattr(module, name)
+
+        def outer(*args: Any, **kwargs: Any) -> Any:
+            self._ask()
+            return inner(*args, **kwargs)
+
+        async def outer_async(*args: Any, **kwargs: Any) -> Any:
+            await asyncio.to_thread(self._ask)
+            return await inner(*args, **kwargs)
+
+        is_async = asyncio.iscoroutinefunction(inner)
+        monkeypatch.setattr(module, name, outer_async if is_async else outer)
+
+    def _ask(self) -> None:
+        if not self.is_away:
+            return
+        self.asked.set()
+        if self.mode == "hang":
+            assert self._back.wait(120)
+            return
+        self.refused += 1
+        raise OSError(errno.EIO, "Input/output error")
+
+    def leave(self) -> None:
+        self._back.clear()
+        self.asked.clear()
+        self.is_away = True
+
+    def come_back(self) -> None:
+        self.is_away = False
+        self._back.set()
+
+
+class Clock:
+    """A clock of the policy that a test moves."""
+
+    def __init__(self, manager: Any) -> None:
+        self.s = 0.0
+        manager._outage._clock = self
+
+    def __call__(self) -> float:
+        return self.s
+
+
+class Loop:
+    """A training loop that saves each step, and remembers the states."""
+
+    def __init__(self, root: Any, **options: Any) -> None:
+        self.run, self.root = support.dict_run(support.mesh_of((1, 1))), root
+        self.states: dict[int, Any] = {}
+        self.manager = adacheck.checkpoint_manager(
+            str(root), self.run.recorder, max_to_keep=None, **options
+        )
+        self.clock = Clock(self.manager)
+
+    def step(self, count: int = 1) -> None:
+        for _ in range(count):
+            self.run.advance()
+            self.states[self.run.count] = support.host_copy(self.run.state)
+            assert self.manager.save(self.run.count, args=adacheck.SaveArgs(self.run.state))
+
+    @property
+    def kept(self) -> list[int]:
+        return [*self.manager._kept().steps]
+
+    def until_failed(self) -> None:
+        """Waits until Orbax has given up the save in flight."""
+        if (thread := self.manager._finalize_thread.get()) is not None:
+            threading.Thread.join(thread, 60)
+
+    def check(self, lost: tuple[int, ...] = ()) -> dict[int, list[int]]:
+        """Restores every step; gives those that each directory holds."""
+        held: dict[int, list[int]] = {}
+        for each in roots.steps_of(located(str(self.root))):
+            assert each.error is None, each.error
+            found = each.manifest
+            recorded = () if isinstance(found, BaseManifest) else found.recorded
+            held[each.step] = [*(x.step for x in recorded), each.step]
+        steps = sorted({step for every in held.values() for step in every})
+        assert steps == sorted(set(self.states) - {*lost})
+        target = support.abstract(self.run.state)
+        with adacheck.checkpoint_manager(str(self.root), max_to_keep=None) as manager:
+            assert manager.all_steps() == sorted(held)
+            for holder, every in held.items():
+                for step in every:
+                    args = adacheck.RestoreArgs(target, step=step)
+                    support.assert_same_bits(manager.restore(holder, args=args), self.states[step])
+        return held
+
+
+@pytest.fixture(autouse=True)
+def _quick(monkeypatch):
+    monkeypatch.setattr(outage, "PATIENCE_S", 60.0)
+    monkeypatch.setattr(outage, "CLOSING_S", 0.0)
+    monkeypatch.setattr("orbax.checkpoint._src.multihost.multihost._DEFAULT_BARRIER_TIMEOUT", 5)
+
+
+@pytest.mark.first(2, slow=5)
+@pytest.mark.parametrize("point", POINTS)
+def test_what_storage_refuses_is_written_when_it_is_back(point, tmp_path, monkeypatch, caplog):
+    storage, loop = Storage(monkeypatch, point, "refuse"), Loop(tmp_path)
+    with loop.manager as manager:
+        loop.step(3)
+        manager.wait_until_finished()
+        storage.leave()
+        loop.step()
+        loop.until_failed()
+        loop.step(3)  # no try is due
+        assert storage.refused == 1
+        assert loop.kept == [4, 5, 6, 7]
+        loop.clock.s += 60
+        loop.step()  # a try, which is refused too
+        loop.until_failed()
+        loop.step()
+        assert storage.refused == 2
+        assert loop.kept == [4, 5, 6, 7, 8, 9]
+        storage.come_back()
+        loop.clock.s += 60
+        loop.step()  # writes step 4
+        loop.until_failed()
+        loop.step(2)
+        manager.wait_until_finished()
+    assert loop.check()[11] == [5, 6, 7, 8, 9, 10, 11]
+    assert "Storage has refused steps" in caplog.text
+    assert "Storage answers again" in caplog.text
+    assert caplog.text.count("Storage has refused steps") == 3
+
+
+@pytest.mark.first(2, slow=5)
+@pytest.mark.parametrize("point", POINTS)
+def test_what_hangs_does_not_stop_the_loop(point, tmp_path, monkeypatch, caplog):
+    storage, loop = Storage(monkeypatch, point, "hang"), Loop(tmp_path)
+    with loop.manager as manager:
+        loop.step(3)
+        manager.wait_until_finished()
+        storage.leave()
+        loop.step()
+        assert storage.asked.wait(60)
+        loop.clock.s += 61
+        loop.step(6)
+        assert loop.kept == [5, 6, 7, 8, 9, 10]
+        assert manager.latest_step() == 4  # in flight
+        storage.come_back()
+        loop.until_failed()
+        loop.step()
+        manager.wait_until_finished()
+    assert loop.check()[11] == [5, 6, 7, 8, 9, 10, 11]
+    assert caplog.text.count("A save has not ended for 61 s") == 1
+
+
+@pytest.mark.first(1, slow=6)
+@pytest.mark.parametrize("first", [5, 1])
+@pytest.mark.parametrize("point", ["rename", "manifest", "claim"])
+def test_a_base_is_written_again_too(point, first, tmp_path, monkeypatch):
+    """By then its state was donated."""
+    storage, loop = Storage(monkeypatch, point, "refuse"), Loop(tmp_path, max_deltas=3)
+    with loop.manager as manager:
+        if first > 1:
+            loop.step(first - 1)
+            manager.wait_until_finished()
+        storage.leave()
+        loop.step()
+        loop.until_failed()
+        loop.step(5)
+        assert loop.kept == [*range(first, first + 6)]
+        storage.come_back()
+        manager.wait_until_finished()
+        assert not loop.kept
+        loop.step(2)
+    held = loop.check()
+    assert held[first] == [first]
+    assert held[first + 5] == [*range(first + 1, first + 6)], "longer than max_deltas"
+    assert isinstance(manifest_of(tmp_path, first), BaseManifest)
+    assert isinstance(manifest_of(tmp_path, first + 6), BaseManifest)
+
+
+def manifest_of(root, step):
+    return manifest_file.read(root / str(step) / "default")
+
+
+def test_a_manager_that_is_closed_writes_what_is_in_memory(tmp_path, monkeypatch):
+    storage, loop = Storage(monkeypatch, "pack", "refuse"), Loop(tmp_path)
+    monkeypatch.setattr(outage, "CLOSING_S", 60.0)
+    monkeypatch.setattr(outage, "RETRY_S", 0.01)
+    with loop.manager as manager:
+        loop.step(2)
+        manager.wait_until_finished()
+        storage.leave()
+        loop.step(1)
+        loop.until_failed()
+        loop.step(3)
+        threading.Thread(target=lambda: storage.asked.wait(60) and storage.come_back()).start()
+        storage.asked.clear()
+    assert loop.check()
+
+
+def test_an_error_names_the_steps_that_are_lost(tmp_path, monkeypatch):
+    storage, loop = Storage(monkeypatch, "pack", "refuse"), Loop(tmp_path)
+    loop.step(2)
+    loop.manager.wait_until_finished()
+    storage.leave()
+    loop.step()
+    loop.until_failed()
+    loop.step(2)
+    with pytest.raises(StorageError, match=r"Not written: 3 to 5\. They are kept"):
+        loop.manager.wait_until_finished()
+    with pytest.raises(StorageError, match=r"Not written: 3 to 5\. They are lost"):
+        loop.manager.close()
+    storage.come_back()
+    loop.check(lost=(3, 4, 5))
+
+
+@pytest.mark.parametrize("mode", ["refuse", "hang"])
+def test_where_memory_is_full_a_save_waits_or_raises(mode, tmp_path, monkeypatch):
+    storage, loop = Storage(monkeypatch, "pack", mode), Loop(tmp_path)
+    with loop.manager as manager:
+        loop.step(2)
+        manager.wait_until_finished()
+        storage.leave()
+        loop.step()
+        assert storage.asked.wait(60)
+        if mode == "refuse":
+            loop.until_failed()
+        loop.clock.s += 61
+        loop.step()
+        own_bytes = manager._kept().taken_bytes
+        monkeypatch.setattr(kept, "free_bytes", lambda: 0)
+        monkeypatch.setattr(situation, "_LEAST_BYTES", 0)
+        most_bytes = manager._kept().most_bytes
+        loop.step(most_bytes // own_bytes - 1)
+        assert manager._kept().taken_bytes <= most_bytes
+        if mode == "hang":
+            threading.Timer(0.2, storage.come_back).start()
+            loop.step()
+        else:
+            count = loop.run.count
+            with pytest.raises(StorageError, match=f"Not written: 3 to {count}\\. They are kept"):
+                loop.step()
+            del loop.states[count + 1]
+            storage.come_back()
+            loop.step()  # does not follow by one update
+            assert not loop.kept
+    loop.check()
+
+
+def test_steps_that_are_not_one_update_apart_are_not_kept(tmp_path, monkeypatch):
+    storage, loop = Storage(monkeypatch, "pack", "hang"), Loop(tmp_path)
+    with loop.manager as manager:
+        loop.step(2)
+        manager.wait_until_finished()
+        storage.leave()
+        loop.step()
+        assert storage.asked.wait(60)
+        loop.clock.s += 61
+        loop.run.advance()
+        threading.Timer(0.2, storage.come_back).start()
+        loop.step()
+        assert not loop.kept
+    assert isinstance(manifest_of(tmp_path, 5), BaseManifest)
+    loop.check()
+
+
+def test_a_policy_decides_first(tmp_path, monkeypatch):
+    storage = Storage(monkeypatch, "pack", "refuse")
+    loop = Loop(tmp_path, options=ocp.CheckpointManagerOptions(save_interval_steps=2))
+    manager, run = loop.manager, loop.run
+    with manager:
+        for _ in range(8):
+            if run.count == 2:
+                manager.wait_until_finished()
+                storage.leave()
+            run.advance()
+            loop.states[run.count] = support.host_copy(run.state)
+            is_due = run.count % 2 == 0 or run.count == 1  # a first save is always due
+            if not is_due:
+                assert manager.handler.record_step(run.state, run.count)
+            assert manager.save(run.count, args=adacheck.SaveArgs(run.state)) == is_due
+            loop.until_failed()
+        storage.come_back()
+    loop.check()
+
+
+def test_metrics_are_not_left_out(tmp_path, monkeypatch):
+    storage, loop = Storage(monkeypatch, "pack", "refuse"), Loop(tmp_path)
+    options = ocp.CheckpointManagerOptions(best_fn=lambda metrics: metrics["loss"])
+    loop.manager.close()
+    loop.manager = adacheck.checkpoint_manager(
+        str(tmp_path), loop.run.recorder, max_to_keep=None, options=options
+    )
+    with loop.manager as manager:
+        for step in range(1, 6):
+            state = loop.run.advance()
+            if step == 3:
+                manager.wait_until_finished()
+                storage.leave()
+            args: Any = {"args": adacheck.SaveArgs(state), "metrics": {"loss": 1.0}}
+            if step == 4:
+                loop.until_failed()
+                storage.come_back()
+                with pytest.raises(StorageError, match="Input/output error"):
+                    manager.save(step, **args)
+                continue
+            assert manager.save(step, **args)
+        manager.wait_until_finished()
+        assert manager.all_steps() == [1, 2, 5]
+
+
+def test_a_refused_step_may_be_saved_again_with_another_state(tmp_path, monkeypatch):
+    storage, loop = Storage(monkeypatch, "pack", "refuse"), Loop(tmp_path)
+    with loop.manager as manager:
+        loop.step(2)
+        manager.wait_until_finished()
+        storage.leave()
+        loop.step()
+        loop.until_failed()
+        storage.come_back()
+        loop.run.advance()
+        loop.states[3] = support.host_copy(loop.run.state)
+        assert not manager.save(3, args=adacheck.SaveArgs(loop.run.state))
+        assert manager.save(3, args=adacheck.SaveArgs(loop.run.state), force=True)
+    loop.check()
+
+
+def test_steps_that_the_loop_recorded_are_written_when_the_manager_is_closed(tmp_path):
+    loop = Loop(tmp_path)
+    with loop.manager as manager:
+        loop.step(2)
+        for _ in range(3):
+            loop.run.advance()
+            loop.states[loop.run.count] = support.host_copy(loop.run.state)
+            assert manager.handler.record_step(loop.run.state, loop.run.count)
+        manager.wait_until_finished()
+        assert manager.latest_step() == 2
+    assert loop.check()[5] == [3, 4, 5]
+
+
+def test_what_follows_a_save_that_is_lost_is_named(tmp_path, monkeypatch):
+    """Storage was not the reason that it failed."""
+    storage, loop = Storage(monkeypatch, "pack", "hang"), Loop(tmp_path)
+    with loop.manager as manager:
+        loop.step(2)
+        manager.wait_until_finished()
+        storage.leave()
+        loop.step()
+        assert storage.asked.wait(60)
+        loop.clock.s += 61
+        loop.step(2)
+
+        def broken(*_args: Any, **_kwargs: Any) -> Any:
+            raise ValueError("a mistake")
+
+        with monkeypatch.context() as patch:
+            patch.setattr("adacheck_jax.save.commit._committed", broken)
+            storage.come_back()
+            loop.until_failed()
+        loop.run.advance()
+        with pytest.raises(StorageError, match=r"a mistake Not saved .* recorded steps 4 to 5"):
+            manager.save(6, args=adacheck.SaveArgs(loop.run.state))
+        loop.step(2)
+    loop.check(lost=(3, 4, 5))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("kind", "status"),
+    [
+        ("gcs", 403),
+        pytest.param("s3", 403, marks=pytest.mark.campaign),
+        pytest.param("s3", 503, marks=pytest.mark.campaign),  # clients try for half a minute
+    ],
+)
+def test_a_bucket_that_refuses(kind, status, request, monkeypatch):
+    store = request.getfixturevalue(kind)
+    loop = Loop(f"{store.url}/away{status}", max_deltas=3)
+    try:
+        with loop.manager as manager:
+            loop.step(2)
+            manager.wait_until_finished()
+            for _ in range(2):  # a delta, and then a base
+                store.proxy.refuse = lambda method, path: status if method in ("POST", "PUT") else 0
+                loop.step()
+                thread = threading.Timer(1.0, store.proxy.reset)
+                thread.start()
+                loop.step(3)
+                thread.join()
+                loop.until_failed()
+                loop.clock.s += 60
+                loop.step()
+                loop.until_failed()
+                loop.step()
+                manager.wait_until_finished()
+                loop.step()
+        loop.check()
+    finally:
+        store.proxy.reset()
+
+
+def test_a_look_that_hangs_does_not_stop_the_loop(tmp_path, monkeypatch):
+    """What the loop's own thread would ask of the disk."""
+    loop, back, asked = Loop(tmp_path), threading.Event(), []
+    with loop.manager as manager:
+        loop.step(2)
+        manager.wait_until_finished()
+
+        def hangs(look: Callable[[], bool]) -> Any:
+            asked.append(1)
+            return keeping_asked(lambda: back.wait(60) and look())
+
+        keeping_asked = keeping._asked
+        monkeypatch.setattr(keeping, "_asked", hangs)
+        monkeypatch.setattr(outage, "PATIENCE_S", 0.1)
+        loop.step(5)
+        assert (loop.kept, len(asked)) == ([3, 4, 5, 6, 7], 1)
+        back.set()
+        assert manager._look is not None
+        manager._look.result(60)
+        loop.step()
+        manager.wait_until_finished()
+    assert loop.check()[8] == [3, 4, 5, 6, 7, 8]
+
+
+def test_nothing_of_a_step_that_has_its_name_stays_in_memory(tmp_path):
+    loop = Loop(tmp_path)
+    with loop.manager as manager:
+        for _ in range(3):
+            loop.step()
+            manager.wait_until_finished()
+            saver = manager.handler.run.saver
+            assert saver is not None
+            saved = saver._planner.parents.saved
+            assert saved is not None
+            assert saved.save is not None
+            assert saved.save.base is None
+            assert not saved.save.own.is_whole
+
+
+@pytest.mark.parametrize(
+    "seed", [0, *(pytest.param(n, marks=pytest.mark.campaign) for n in range(1, 40))]
+)
+def test_whatever_happens_no_step_is_lost(seed, tmp_path, monkeypatch):
+    """Saves and records while one point or another refuses or hangs, in any order."""
+    chance = random.Random(seed)
+    monkeypatch.setattr(outage, "PATIENCE_S", 0.0)
+    monkeypatch.setattr(outage, "_SLOWER", 0.0)
+    storages = [Storage(monkeypatch, point, "") for point in POINTS]
+    loop = Loop(tmp_path, **chance.choice([{}, {"max_deltas": 3}]))
+    manager, run = loop.manager, loop.run
+    for _ in range(60):
+        loop.clock.s += chance.choice([0, 1, 10])
+        event = chance.choices(["save", "record", "leave", "back", "wait"], [12, 3, 3, 3, 1])[0]
+        is_away = any(each.is_away for each in storages)
+        if event == "save":
+            loop.step()
+        elif event == "record":
+            run.advance()
+            loop.states[run.count] = support.host_copy(run.state)
+            if not manager.handler.record_step(run.state, run.count):
+                args = adacheck.SaveArgs(run.state)
+                assert manager.save(run.count, args=args, force=True)
+        elif event == "leave" and not is_away and loop.states:
+            storage = chance.choice(storages)
+            storage.mode = chance.choice(["refuse", "hang"])
+            storage.leave()
+        elif event == "back":
+            for each in storages:
+                each.come_back()
+        elif event == "wait" and not is_away:
+            manager.wait_until_finished()
+    for each in storages:
+        each.come_back()
+    manager.close()
+    loop.check()
+
+
+@pytest.mark.slow
+def test_the_campaign_of_outages_finds_no_harm(capfd):
+    command = [sys.executable, "-m", "tests.campaigns.outages", "--count", "2", "--seconds", "1"]
+    kinds = ["--kinds", "disk hangs", "disk refuses", "--json"]
+    assert subprocess.run([*command, *kinds], check=False).returncode == 0
+    found = json.loads(capfd.readouterr().out)
+    if "not_tried" not in found:
+        assert [each["harmed"] + each["errors"] for each in found["trials"]] == [[], []]
