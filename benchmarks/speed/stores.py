@@ -67,7 +67,7 @@ def _rows(url: str, delay_ms: float, params: int, leaves: int, saves: int) -> di
 
     def train(name: str, args: Any, count: int) -> ocp.CheckpointManager:
         nonlocal state
-        keep = adacheck.KeepLineage(preservation_policy.LatestN(1000))
+        keep = adacheck.KeepLineage(preservation_policy.LatestN(3))
         handler = None
         if name != STOCK:
             handler = adacheck.AdaCheckHandler(recorder, max_deltas=1000, keep_lineage=keep)
