@@ -26,6 +26,7 @@ from adacheck_jax.errors import (
     MismatchError,
     StepDeletedError,
 )
+from adacheck_jax.format import byte_loops
 from adacheck_jax.format import manifest as manifests
 from adacheck_jax.restore import check, replay, working_set
 from adacheck_jax.restore.compiled_update import CompiledUpdates, abstract_leaf
@@ -235,11 +236,12 @@ class StepRestorer:
 
     def _read(self, path: AnyPath, lineage: Lineage, args: RestoreArgs) -> _Base:
         """Read the base of a lineage onto the devices on which its updates are replayed."""
+        size_bytes = sum(leaf.nbytes for leaf in lineage.base.leaves)
         _log.info(
             "restoring step %d: reading the base of step %d (%s bytes); %d deltas follow it",
-            *(lineage.end.step, lineage.base.step),
-            *(f"{sum(leaf.nbytes for leaf in lineage.base.leaves):,}", len(lineage.deltas)),
+            *(lineage.end.step, lineage.base.step, f"{size_bytes:,}", len(lineage.deltas)),
         )
+        byte_loops.expect(size_bytes)  # it is fingerprinted once it is read
         programs = CompiledUpdates(self._recorders, self._params_path, self._clock)
         programs.begin_loading(lineage)
         damage = descriptions.damaged_descriptions(lineage.base_directory, lineage.base)

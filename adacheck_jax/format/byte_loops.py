@@ -85,6 +85,12 @@ def processors() -> int:
 _compiler = _Compiler()
 
 
+def expect(work_bytes: int) -> None:
+    """Begins to compile for work that comes soon, if there is enough of it."""
+    if work_bytes >= _FIRST_BYTES:
+        _compiler.begin()
+
+
 def wait_until_compiled() -> None:
     """Waits until the loops are compiled, to measure or to test them."""
     _compiler.begin()
