@@ -14,7 +14,7 @@ from adacheck_jax.store import claims, links, volume_reader, volumes, zarr
 from adacheck_jax.store.packs import arrays, writer
 from adacheck_jax.store.steps import folders, lookup, manifest_file, marks, roots
 from adacheck_jax.store.storage.kvstore import KvStore
-from adacheck_jax.store.storage.location import Location, at
+from adacheck_jax.store.storage.location import Location, at, located
 from adacheck_jax.store.storage.posix import Posix
 from tests import support
 from tests.format.test_manifest import A_BASE, A_DELTA
@@ -172,3 +172,8 @@ def test_a_look_at_all_steps_of_a_store_reads_each_manifest_once(monkeypatch):
     monkeypatch.setattr(KvStore, "read", noted)
     assert [each.delta_count for each in roots.steps_of(root)] == [0, 1]
     assert len(reads) == len({*reads}) == 2
+
+
+def test_the_name_of_no_bucket_is_refused():
+    with pytest.raises(StorageError, match=r"s3://bk.*expected a URL of a bucket"):
+        located("s3://bk/x")

@@ -23,7 +23,9 @@ _SLOWER = 4.0
 RETRY_S = 5.0
 """Seconds between two tries while storage refuses, and the next one is kept in memory."""
 _WORTH = 10.0
-"""The same in times of what the last try took from the training loop."""
+"""The same in times of what the last try took from the training loop, which may be 5 s."""
+_LONGEST_PAUSE_S = 15.0
+"""Longest pause between two tries: what is in memory ends with its process."""
 _TOLD_S = 60.0
 CLOSING_S = 60.0
 """Seconds for which a manager that is closed tries to write what is in memory."""
@@ -79,7 +81,7 @@ class Outage:
     def return_to_loop(self) -> None:
         """Notes that a try which failed returns to the training loop now."""
         now_s = self._clock()
-        pause_s = max(RETRY_S, _WORTH * (now_s - self._begun_s))
+        pause_s = min(max(RETRY_S, _WORTH * (now_s - self._begun_s)), _LONGEST_PAUSE_S)
         self._next_try_s = max(self._next_try_s, now_s + pause_s)
 
     def end(self, took_s: float | None) -> None:

@@ -77,12 +77,14 @@ class Keeper:
     def _steps(self) -> KeptSteps:
         steps, refused, taken_bytes, may_take = self._deferred.steps, None, 0, 0
         behind = [each.step for each in steps]
-        if steps:  # all store about as much
-            plan = steps[-1].plan
-            taken_bytes = len(steps) * situation.bytes_of(plan.structure, plan.stored)
+        save = self._save
+        if last := [*([] if save is None else save.steps), *steps][-1:]:
+            plan = last[0].plan
+            if steps:  # all store about as much
+                taken_bytes = len(steps) * situation.bytes_of(plan.structure, plan.stored)
             may_take = most_bytes(plan.structure, taken_bytes)
         every = behind
-        if (save := self._save) is not None and save.is_kept:
+        if save is not None and save.is_kept:
             refused, every = save.number, [*(each.step for each in save.steps), *behind]
         return KeptSteps(refused, every, behind, taken_bytes, may_take)
 

@@ -13,7 +13,7 @@ from typing import Any
 
 import tensorstore as ts
 
-from adacheck_jax.errors import first_line
+from adacheck_jax.errors import StorageError, first_line
 from adacheck_jax.store.storage.interface import Entry, Kind, Stamp
 
 _NO_VALUE = b"\x02"
@@ -50,7 +50,12 @@ class KvStore:
         # Else none: tensorstore remembers databases in a context, also those deleted meanwhile.
         self.context = context or (ts.Context() if driver == "memory" else None)
         self._lists_spans = driver != "s3"  # it takes their ends for a common beginning
-        self._store = ts.KvStore.open(self._spec, context=self.context).result()
+        try:
+            self._store = ts.KvStore.open(self._spec, context=self.context).result()
+        except ValueError as error:
+            raise StorageError(
+                f"{url}: expected a URL of a bucket, found {first_line(error)}. Mend the URL."
+            ) from error
         self._view: tuple[Span, list[str]] | None = None
 
     def __eq__(self, other: object) -> bool:
