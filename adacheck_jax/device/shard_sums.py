@@ -130,7 +130,7 @@ def _given(array: jax.Array, position: int | None) -> jax.Array:
 
 @dataclass(frozen=True, slots=True)
 class _ShardProgram:
-    """From arrays, or shards, to uint32 of shape (devices, arrays, 2), sharded by device."""
+    """A program from arrays, or shards, to uint32 of shape (devices, arrays, 2), cut by device."""
 
     function: Any
     mesh: Mesh

@@ -57,19 +57,16 @@ def weights(positions: Any, axis: int) -> Any:
     return factor(positions % run, axis, 0) * factor(positions // run, axis, 1)
 
 
-def weights_along(start: int, length: int, axis: int) -> np.ndarray:
-    """Weights of adjoining positions along an axis; those of short axes are remembered."""
-    return (_remembered if length <= _BLOCK_WORDS else _weights_along)(start, length, axis)
-
-
 def _weights_along(start: int, length: int, axis: int) -> np.ndarray:
+    """The weights of adjoining positions, from one table of a run."""
     first, last = start // RUN, (start + length - 1) // RUN
     runs = factor(np.arange(first, last + 1, dtype=np.uint64), axis, 1)
     table = (runs[:, None] * factor(np.arange(RUN, dtype=np.uint64), axis, 0)).reshape(-1)
     return table[start - first * RUN :][:length]
 
 
-_remembered = functools.lru_cache(maxsize=32)(_weights_along)
+_remembered_weights = functools.lru_cache(maxsize=32)(_weights_along)
+"""The same for short axes, which many arrays share."""
 
 
 def words_of(array: np.ndarray) -> np.ndarray:
@@ -102,7 +99,7 @@ def multilinear(words: np.ndarray, starts: Sequence[int]) -> int:
     if words.ndim == 0 or words.size == 0:
         return int(words.sum())
     *outer, last = (
-        weights_along(start, length, axis)
+        (_remembered_weights if length <= _BLOCK_WORDS else _weights_along)(start, length, axis)
         for axis, (start, length) in enumerate(zip(starts, words.shape, strict=False))
     )
     rows = words.reshape(-1, last.size)

@@ -143,7 +143,7 @@ def _verdict_of(data: bytes) -> str:
 
 
 def _tried(module: bytes) -> str | None:
-    """What a program did to the process that parsed it; None if none could."""
+    """The reason why a process cannot parse a program, or none; None if no process could try."""
     command = [sys.executable, "-P", str(_SCRIPT)]
     try:
         done = subprocess.run(

@@ -269,7 +269,7 @@ class AdaCheckManager(ocp.CheckpointManager):
 
     @property
     def _keeper(self) -> Keeper | None:
-        """What has the steps in memory; None before the first, or if other managers save too."""
+        """The keeper of the steps in memory; None before the first, or if other managers save."""
         with contextlib.suppress(ValueError):
             if (saver := self.handler.run.saver) is not None:
                 return saver.kept
