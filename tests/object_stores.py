@@ -17,7 +17,7 @@ import threading
 import time
 import urllib.parse
 import urllib.request
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
@@ -308,15 +308,14 @@ def served(kind: str) -> Iterator[str]:
         process.wait()
 
 
-def taken(environment: Mapping[str, str], delay_s: float) -> list[dict[str, Any]]:
+def taken(proxy_url: str, delay_s: float) -> list[dict[str, Any]]:
     """Requests that a store's proxy has seen since it was asked last, as dictionaries.
 
     Args:
-        environment: of the store; this process's own once it was set.
+        proxy_url: URL of the proxy; an environment may name those of other stores too.
         delay_s: pause before each answer from now on.
     """
-    url = environment.get("STORAGE_EMULATOR_HOST") or environment["AWS_ENDPOINT_URL"]
-    with urllib.request.urlopen(f"{url}{_CONTROL}{delay_s}") as answer:
+    with urllib.request.urlopen(f"{proxy_url}{_CONTROL}{delay_s}") as answer:
         return json.loads(answer.read())
 
 

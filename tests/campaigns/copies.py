@@ -74,7 +74,7 @@ def trials(count: int, mb: float, seed: int, directory: Path) -> Iterator[Trial]
     rng, root = random.Random(seed), directory / "run"
     saved(root, mb)
     with object_stores.served("s3") as url:
-        object_stores.taken(os.environ, DELAY_S)
+        object_stores.taken(os.environ["AWS_ENDPOINT_URL"], DELAY_S)
         longest_s = _seconds(root, whole := f"{url}/whole")
         shortest_s = _seconds(root, whole)
         for number in range(2 * count):
@@ -82,7 +82,7 @@ def trials(count: int, mb: float, seed: int, directory: Path) -> Iterator[Trial]
             source, place = (root, f"{url}/{number}")
             if way == WAYS[1]:
                 source, place = whole, str(directory / f"{number}")
-            object_stores.taken(os.environ, DELAY_S)
+            object_stores.taken(os.environ["AWS_ENDPOINT_URL"], DELAY_S)
             moments = (rng.uniform(0.5 * shortest_s, 0.8 * longest_s) for _ in range(KILLS))
             kills = sum(_killed(source, place, after_s) for after_s in sorted(moments))
             code = _copy(source, place).wait()
@@ -111,7 +111,7 @@ def _killed(source: object, place: str, after_s: float) -> bool:
 
 
 def _judged(way: str, kills: int, root: Path, place: AnyPath, code: int) -> Trial:
-    requests = object_stores.taken(os.environ, DELAY_S)
+    requests = object_stores.taken(os.environ["AWS_ENDPOINT_URL"], DELAY_S)
     field, method = ("sent_bytes", "PUT") if way == WAYS[0] else ("received_bytes", "GET")
     sent: dict[str, list[int]] = {}
     for each in requests:
@@ -150,7 +150,7 @@ def summary(found: list[Trial]) -> list[list[Any]]:
     for way in WAYS:
         own = [each for each in found if each.way == way]
         every, again = sum(x.all_bytes for x in own), sum(x.again_bytes for x in own)
-        worst = max((x.again_bytes / x.all_bytes for x in own), default=0.0)
+        worst = max((x.again_bytes / max(x.all_bytes, 1) for x in own), default=0.0)
         row = [way, len(own), sum(x.kills for x in own), f"{every / max(len(own), 1) / 1e6:.1f}"]
         rows.append(
             [*row, f"{again / max(every, 1):.4f}", f"{worst:.4f}", sum(not x.problem for x in own)]

@@ -127,5 +127,5 @@ def test_a_killed_copy_goes_on_where_it_was(tmp_path):
     done = subprocess.run(
         [*command, "--directory", str(tmp_path / "copies")], capture_output=True, check=False
     )
-    assert done.returncode == 0, done.stdout[-2000:]
+    assert done.returncode == 0, (done.stdout + done.stderr)[-4000:].decode()
     assert all(f"| {way} | 1 |".encode() in done.stdout for way in copies.WAYS)
