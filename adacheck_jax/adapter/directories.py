@@ -38,16 +38,18 @@ def _wait_for_directories() -> None:
 
 
 @contextlib.contextmanager
-def made_even_if_refused() -> Iterator[None]:
+def made_even_if_refused(directory: epath.Path) -> Iterator[None]:
     """Let Orbax's threads finish making directories before a refused save raises.
 
     They wait for each other for ten minutes if the save raises meanwhile, and the process cannot
-    end before. The wait here is bounded: after an error of the disk they never finish.
+    end before. The wait here is bounded: after an error of the disk they never finish. There is
+    none where they cannot be made.
     """
     try:
         yield
     except Exception:
-        _wait_for_directories()
+        if "://" in str(directory) or not _why_unwritable(Path(str(directory))):
+            _wait_for_directories()
         raise
 
 
@@ -142,12 +144,19 @@ def check_writable(directory: AnyPath) -> None:
             "mode=ocp.options.AtomicityMode.COMMIT_FILE)."
         )
     _refuse_misread(final)
-    existing = Path(str(final)).parent
+    if why := _why_unwritable(final):
+        raise StorageError(
+            f"{final}: expected a directory that can be written, but {why}. Nothing was saved; "
+            "give the manager another root, or mend the permissions."
+        )
+
+
+def _why_unwritable(directory: AnyPath) -> str:
+    """Why a directory cannot be made on a disk; empty if it can, by what its permissions say."""
+    existing = Path(str(roots.committed_path(directory))).parent
     while not existing.exists():
         existing = existing.parent
-    if not existing.is_dir() or not os.access(existing, os.W_OK | os.X_OK):
-        raise StorageError(
-            f"{final}: expected a directory that can be written, but {existing} "
-            f"{'is not writable' if existing.is_dir() else 'is a file'}. Nothing was saved; give "
-            "the manager another root, or mend the permissions."
-        )
+    if not existing.is_dir():
+        return f"{existing} is a file"
+    is_writable = os.access(existing, os.W_OK | os.X_OK)
+    return "" if is_writable else f"{existing} is not writable"

@@ -186,7 +186,7 @@ class AdaCheckHandler(ocp.AsyncCheckpointHandler):
             MismatchError: a leaf of the state cannot be stored.
             ValueError: ``args.step``, or the number in the directory's name, is not a step number.
         """
-        with directories.made_even_if_refused():
+        with directories.made_even_if_refused(directory):
             return await self._run.write(absolute(directory), *self._begin(directory, args))
 
     def _begin(self, directory: epath.Path, args: SaveArgs) -> tuple[Begun, SaveArgs]:
@@ -272,7 +272,7 @@ class AdaCheckHandler(ocp.AsyncCheckpointHandler):
 
     def save(self, directory: epath.Path, args: SaveArgs) -> None:
         """Save synchronously, also inside a running event loop; see :meth:`async_save`."""
-        with directories.made_even_if_refused(), ThreadPoolExecutor(1) as thread:
+        with directories.made_even_if_refused(directory), ThreadPoolExecutor(1) as thread:
             writing = self._run.write(absolute(directory), *self._begin(directory, args))
             futures = thread.submit(asyncio.run, writing).result()
         for future in futures:

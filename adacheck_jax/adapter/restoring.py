@@ -431,8 +431,6 @@ def _earlier(path: AnyPath, step: int) -> Lineage:
     try:
         return lookup.held(path).to(step)
     except LineageError as error:
-        for saved in roots.steps_of(*roots.place_of(path).line):
-            recorded = getattr(saved.manifest, "recorded", ())
-            if saved.error is None and step in (saved.step, *(each.step for each in recorded)):
-                raise LineageError(f"{error} Restore it from step {saved.step}.") from error
-        raise
+        if (holder := roots.holder_of(step, *roots.place_of(path).line)) is None:
+            raise
+        raise LineageError(f"{error} Restore it from step {holder}.") from error

@@ -299,7 +299,9 @@ class Saver:
         )
 
     def begin_kept(self, directory: AnyPath, number: int | None, exchange: Exchange | None) -> Save:
-        """Begins to write again what storage refused, or else what was deferred, without a state.
+        """Begins to write again what storage refused, without a state.
+
+        If nothing is, what was deferred is written, up to the step of that number.
 
         Raises:
             AdaCheckError: steps are lost; told once. Or there is nothing to write.
@@ -315,14 +317,15 @@ class Saver:
                     self._stager.last_base = saved.save
                 return saved.save
             self.kept.let_go()
-            course, steps = planner.plan_kept(directory), planner.deferred.steps
+            course = planner.plan_kept(directory, number)
             if course is None or course.tip is None or (parent := course.parent) is None:
                 raise AdaCheckError(f"{directory}: expected recorded steps, found none.")
+            steps = planner.deferred.steps[: len(planner.deferred.until(number))]
             save = self._save(steps, directory, number, parent, None, exchange)
             save.before = steps[-2].step if len(steps) > 1 else parent.tip.step
             following = Parent(directory, number, course.tip, save)
             planner.parents.advance(following)
-            planner.deferred.restart(following)
+            planner.deferred.advance(following, len(steps))
             self._note_position()
             self._watch.leave_saved(is_base=False, deltas=len(steps))
             return save

@@ -1,5 +1,6 @@
 """The manager made in one call: what is kept, on which root, beside what, and what is refused."""
 
+import dataclasses
 import errno
 import os
 from pathlib import Path
@@ -108,6 +109,26 @@ def test_other_items_and_metrics_lie_beside_the_state(tmp_path, run):
         restored = manager.restore(3, args=wanted)
         assert restored.data == {"read": 3}
         assert_same_bits(restored.state, host_copy(run.state))
+
+
+def test_a_step_that_another_holds_is_restored_by_its_number(tmp_path, run):
+    items, states = {"json": ocp.JsonCheckpointHandler()}, {}
+    with adacheck.checkpoint_manager(tmp_path, run.recorder, items=items) as manager:
+        for number in range(1, 5):
+            states[number] = host_copy(run.advance())
+            if number != 3:
+                state, extra = adacheck.SaveArgs(run.state), ocp.args.JsonSave({"n": number})
+                manager.save(number, args=ocp.args.Composite(state=state, json=extra))
+            else:
+                assert manager.handler.record_step(run.state, number)
+        manager.wait_until_finished()
+        wanted = adacheck.RestoreArgs(abstract(run.state))
+        with pytest.raises(FileNotFoundError, match=r"its state alone, recorded in step 4\."):
+            manager.restore(3, args=ocp.args.Composite(state=wanted, json=ocp.args.JsonRestore()))
+        only = ocp.args.Composite(state=dataclasses.replace(wanted, step=3))
+        assert_same_bits(manager.restore(4, args=only).state, states[3])
+        with pytest.raises(FileNotFoundError, match="9 not found"):
+            manager.restore(9, args=ocp.args.Composite(state=wanted))
 
 
 def test_a_root_may_be_relative_or_in_the_home_directory(tmp_path, run, monkeypatch):

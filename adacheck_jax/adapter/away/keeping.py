@@ -12,6 +12,7 @@ a storage that does not answer, and raises the error of one that refuses.
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -22,13 +23,14 @@ import jax
 import orbax.checkpoint as ocp
 from etils import epath
 
-from adacheck_jax.adapter.arguments import KEPT, SaveArgs
+from adacheck_jax.adapter.arguments import KEPT, RestoreArgs, SaveArgs
 from adacheck_jax.adapter.away import outage as outages
 from adacheck_jax.adapter.away.outage import Outage
 from adacheck_jax.adapter.handler import AdaCheckHandler
 from adacheck_jax.errors import AdaCheckError, StorageError, first_line
 from adacheck_jax.save.line.kept import Keeper, KeptSteps
 from adacheck_jax.save.one_save import is_refusal
+from adacheck_jax.store.steps import roots
 from adacheck_jax.store.steps.lineage import shown_steps
 from adacheck_jax.store.storage.location import at, located
 
@@ -119,6 +121,37 @@ class AdaCheckManager(ocp.CheckpointManager):
         self._in_flight = (step, is_ours) if done else None
         return done
 
+    def restore(
+        self,
+        step: int | None,
+        items: Any = None,
+        restore_kwargs: Any = None,
+        directory: epath.PathLike | None = None,
+        args: ocp.args.CheckpointArgs | None = None,
+    ) -> Any:
+        """As Orbax's; also of a step that was recorded and that a later one holds.
+
+        Raises:
+            FileNotFoundError: no step holds it; or a later one does, and other items than the
+                state are asked for, of which there are none.
+        """
+        try:
+            return super().restore(step, items, restore_kwargs, directory, args)
+        except FileNotFoundError as error:
+            holder, root = None, located(str(directory or self.directory))
+            if step is not None:
+                holder = roots.holder_of(step, root)
+            if holder in (None, step):
+                raise
+            if isinstance(args, RestoreArgs) and args.step is None:
+                args = dataclasses.replace(args, step=step)
+                return super().restore(holder, directory=directory, args=args)
+            raise FileNotFoundError(
+                f"{root}: expected step {step} with all that is asked for, found its state alone, "
+                f"recorded in step {holder}. Restore that: manager.restore({holder}, "
+                f"args=ocp.args.Composite(state=adacheck.RestoreArgs(state, step={step})))."
+            ) from error
+
     def _goes_on(self, step: int, save: Callable[[], bool], *, is_ours: bool) -> bool:
         """Tries storage if that is due; True if the step is taken care of."""
         outage, kept = self._outage, self._kept()
@@ -128,9 +161,11 @@ class AdaCheckManager(ocp.CheckpointManager):
             return False  # those before are written first
         if not self._answers(step):
             return False
-        if kept.refused is None:
+        is_all = self._promised < 0 or len(kept.deferred) < kept.portion
+        if kept.refused is None and is_all:
             return self._begins(step, save, is_ours=is_ours)
-        self._begins(kept.refused, self._writing(kept.refused), is_ours=True)
+        if (number := kept.next_number(in_portions=True)) is not None:
+            self._begins(number, self._writing(number), is_ours=True)
         return False
 
     def _recorded(self, args: SaveArgs, step: int) -> bool:
@@ -225,7 +260,7 @@ class AdaCheckManager(ocp.CheckpointManager):
         return done
 
     def _writing(self, number: int) -> Callable[[], bool]:
-        """Writes again what was refused, or else what is recorded: in a step of that number."""
+        """Writes again what was refused, or else what is recorded up to a step, as that step."""
 
         def write() -> bool:
             keeper = self._keeper
@@ -245,8 +280,10 @@ class AdaCheckManager(ocp.CheckpointManager):
         """
         self._join()
         is_told = False  # Orbax may tell of an earlier error when a save begins
-        while (kept := self._kept()).next_number is not None:
-            number = kept.next_number
+        while True:
+            kept, in_portions = self._kept(), self._promised >= 0
+            if (number := kept.next_number(in_portions=in_portions)) is None:
+                break
             self._begins(number, self._writing(number), is_ours=True)
             has_begun = self._in_flight is not None
             if self._join() and self._kept().steps != kept.steps:
@@ -278,7 +315,7 @@ class AdaCheckManager(ocp.CheckpointManager):
     def _kept(self) -> KeptSteps:
         """Steps in memory that are not on the disk."""
         keeper = self._keeper
-        return KeptSteps(None, (), (), 0, 0) if keeper is None else keeper.steps()
+        return KeptSteps(None, (), (), 1, 0, 0) if keeper is None else keeper.steps()
 
     def _answers(self, step: int) -> bool:
         """True if the disk answers: what the loop itself asks of it afterwards takes no time.

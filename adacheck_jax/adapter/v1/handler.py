@@ -179,7 +179,7 @@ def _directories_awaited_if_refused(
     makes them later, and the item's without a temporary name of its own.
     """
     is_later = roots.TMP_SUFFIX in directory.parent.name and roots.TMP_SUFFIX not in directory.name
-    return contextlib.nullcontext() if is_later else directories.made_even_if_refused()
+    return contextlib.nullcontext() if is_later else directories.made_even_if_refused(directory)
 
 
 def _write(path: AnyPath, data: bytes) -> None:

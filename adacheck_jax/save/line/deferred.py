@@ -38,13 +38,21 @@ class DeferredSteps:
         """The staged steps."""
         return [each.staged for each in self._tips if each.staged is not None]
 
+    def until(self, number: int | None) -> list[Tip]:
+        """The steps up to a number, oldest first; all, if that is None."""
+        return [each for each in self._tips if number is None or each.step <= number]
+
     def tip_behind(self, parent: Parent) -> Tip:
         """The last step in memory: of the deferred ones, else the parent's own."""
         return self._tips[-1] if self._tips else parent.tip
 
     def restart(self, parent: Parent) -> None:
         """Begins anew, after a save or a restore."""
-        self.follows, self._tips = parent, []
+        self.advance(parent, len(self._tips))
+
+    def advance(self, parent: Parent, count: int) -> None:
+        """Notes that the first steps are being saved, as the parent of those that are left."""
+        self.follows, self._tips = parent, self._tips[count:]
 
     def add(self, tip: Tip, staged: Pending, *, drains: bool) -> None:
         """Adds a step; it ``drains`` if it takes device memory until it was copied to the host."""

@@ -35,20 +35,24 @@ class KeptSteps:
             None if there is none.
         steps: numbers of all steps, those of that save first.
         deferred: numbers of the steps recorded behind it.
-        taken_bytes: host memory that those take.
-        most_bytes: host memory that those may take while storage is away.
+        portion: number of steps that the next save of deferred ones writes at most: twice as many
+            as the last save. So a disk that was full takes what has room there, and a bucket all in
+            a few saves.
+        taken_bytes: host memory that the deferred steps take.
+        most_bytes: host memory that they may take while storage is away.
     """
 
     refused: int | None
     steps: Sequence[int]
     deferred: Sequence[int]
+    portion: int
     taken_bytes: int
     most_bytes: int
 
-    @property
-    def next_number(self) -> int | None:
+    def next_number(self, *, in_portions: bool) -> int | None:
         """The manager's number of the save that is written next; None if there is nothing."""
-        return self.refused if self.refused is not None else max(self.deferred, default=None)
+        first = self.deferred[: self.portion if in_portions else None]
+        return self.refused if self.refused is not None else max(first, default=None)
 
 
 def most_bytes(structure: Structure, taken_bytes: int) -> int:
@@ -86,7 +90,8 @@ class Keeper:
         every = behind
         if save is not None and save.is_kept:
             refused, every = save.number, [*(each.step for each in save.steps), *behind]
-        return KeptSteps(refused, every, behind, taken_bytes, may_take)
+        portion = 1 if save is None else 2 * len(save.steps)
+        return KeptSteps(refused, every, behind, portion, taken_bytes, may_take)
 
     @property
     def _save(self) -> Save | None:

@@ -374,15 +374,15 @@ class Planner:
         if (count := self.deferred.settled_count) < len(self.deferred):
             self.give_up(count, "they are not one update apart")
 
-    def plan_kept(self, directory: AnyPath) -> Course | None:
-        """Plans a save of the deferred steps alone; None if there are none that can be saved.
+    def plan_kept(self, directory: AnyPath, number: int | None) -> Course | None:
+        """Plans a save of deferred steps alone, up to a number; None if there are none to save.
 
         Raises:
             AdaCheckError: deferred steps are lost; told once.
         """
         self.settle_deferred()
         parent = self.deferred.follows
-        if parent is None or not (steps := self.deferred.steps):
+        if parent is None or not (tips := self.deferred.until(number)):
             return None
         if not self.parents.look(parent, directory):
             raise LineageError(
@@ -390,7 +390,9 @@ class Planner:
                 f"{lineages.shown_steps([each.step for each in self.deferred.cut(0)])}; the step "
                 "that they follow is not there. The next save will be a base."
             )
-        return Course(steps[-1].plan, parent, self.deferred.tip_behind(parent))
+        staged = tips[-1].staged
+        assert staged is not None  # as of every deferred step
+        return Course(staged.plan, parent, tips[-1])
 
     def settle_last_deferred(self) -> str:
         """Settles the steps deferred so far; in a cautious run they are compared too.

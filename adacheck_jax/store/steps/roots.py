@@ -103,6 +103,18 @@ def steps_of(root: AnyPath, item: str | None = None) -> list[Step]:
     return sorted(steps, key=lambda step: (step.step, str(step.directory)))
 
 
+def holder_of(step: int, root: AnyPath, item: str | None = None) -> int | None:
+    """The step under a root that can be restored and holds a step: itself, or recorded before it.
+
+    None if there is none.
+    """
+    for each in steps_of(root, item):
+        recorded = each.manifest.recorded if isinstance(each.manifest, DeltaManifest) else ()
+        if each.error is None and step in (each.step, *(x.step for x in recorded)):
+            return each.step
+    return None
+
+
 Line = tuple[AnyPath, str | None]
 """Root and, under a checkpoint manager, name of the item in each step."""
 
