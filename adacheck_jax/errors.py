@@ -155,7 +155,7 @@ def tells_of_absence(error: BaseException) -> bool:
 def first_line(error: BaseException) -> str:
     """As much of another library's error as fits into a message of ours."""
     text = str(error).split("\n", maxsplit=1)[0]
-    return text.split(" [tensorstore_spec=", maxsplit=1)[0][:300]
+    return re.split(r" \[(?:tensorstore_spec|http_response_)", text, maxsplit=1)[0][:300]
 
 
 @contextlib.contextmanager

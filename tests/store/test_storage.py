@@ -415,3 +415,15 @@ class TestFailingGcs(_Served):
 @pytest.mark.campaign
 class TestFailingS3(_Served):
     server, fault = "s3", "fails once"
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("server", "url"), [("gcs", "gs://nowhere/run"), ("s3", "s3://nowhere/run")]
+)
+def test_a_bucket_that_does_not_exist_is_told_in_a_line(server, url, request):
+    request.getfixturevalue(server)
+    place = located(url)
+    with pytest.raises(OSError, match=f"NOT_FOUND.*: '{url}") as refused:
+        (place / "file").write(b"")
+    assert "http" not in str(refused.value)
