@@ -1,7 +1,7 @@
 """Object stores on this machine, behind a proxy that counts, delays and refuses requests.
 
 The servers are those of PyPI (``fake-gcs-server``, ``moto``), in processes of their own. The proxy
-adds what the first lacks: conditional uploads, by which of several writers one wins.
+adds what they lack: conditional uploads, by which of several writers one wins.
 """
 
 from __future__ import annotations
@@ -29,6 +29,7 @@ _CONTROL = "/proxy-control/"
 _START_S = 30.0
 _CUT_OFF = 499
 """Status of a request that was not sent to its end."""
+_CONDITIONS = {"if-match", "if-none-match"}
 _HOP_BY_HOP = {"host", "transfer-encoding", "connection", "keep-alive", "content-length"}
 
 
@@ -151,6 +152,9 @@ class Proxy:
                 if await self._generation(session, bucket, key) != query["ifGenerationMatch"]:
                     self.requests.append(Request(request.method, path, len(body), 0, 412))
                     return web.Response(status=412)
+                return await self._answered(request, session, path, body)
+        if request.method == "PUT" and _CONDITIONS.intersection(map(str.lower, request.headers)):
+            async with locks.setdefault(path, asyncio.Lock()):  # moto looks, and then writes
                 return await self._answered(request, session, path, body)
         return await self._answered(request, session, path, body)
 
@@ -308,14 +312,15 @@ def served(kind: str) -> Iterator[str]:
         process.wait()
 
 
-def taken(proxy_url: str, delay_s: float) -> list[dict[str, Any]]:
+def taken(bucket: str, delay_s: float) -> list[dict[str, Any]]:
     """Requests that a store's proxy has seen since it was asked last, as dictionaries.
 
     Args:
-        proxy_url: URL of the proxy; an environment may name those of other stores too.
+        bucket: URL of the store's bucket; the environment may name other stores too.
         delay_s: pause before each answer from now on.
     """
-    with urllib.request.urlopen(f"{proxy_url}{_CONTROL}{delay_s}") as answer:
+    variable = "AWS_ENDPOINT_URL" if bucket.startswith("s3://") else "STORAGE_EMULATOR_HOST"
+    with urllib.request.urlopen(f"{os.environ[variable]}{_CONTROL}{delay_s}") as answer:
         return json.loads(answer.read())
 
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-import os
 import statistics
 import time
 from collections.abc import Callable, Mapping
@@ -50,14 +49,14 @@ def _rows(url: str, delay_ms: float, params: int, leaves: int, saves: int) -> di
     rows: dict[str, dict[str, float]] = {}
 
     def measured(name: str, call: Callable[[], Any], then: Callable[[], Any] | None = None) -> None:
-        object_stores.taken(os.environ, delay_ms / 1e3)
+        object_stores.taken(url, delay_ms / 1e3)
         start_s = time.perf_counter()
         call()
         blocking_s = time.perf_counter() - start_s
         if then is not None:
             then()
         durable_s = time.perf_counter() - start_s
-        seen = object_stores.taken(os.environ, delay_ms / 1e3)
+        seen = object_stores.taken(url, delay_ms / 1e3)
         figures = {"blocking_s": blocking_s, "durable_s": durable_s, "requests": len(seen)}
         figures["own_requests"] = sum("/adacheck/" in each["key"] for each in seen)
         for key in ("sent_bytes", "received_bytes"):

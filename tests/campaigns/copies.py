@@ -9,7 +9,6 @@ before the server. Then the copy has to have every file of the original, and eac
 
 from __future__ import annotations
 
-import os
 import random
 import subprocess
 import sys
@@ -74,7 +73,7 @@ def trials(count: int, mb: float, seed: int, directory: Path) -> Iterator[Trial]
     rng, root = random.Random(seed), directory / "run"
     saved(root, mb)
     with object_stores.served("s3") as url:
-        object_stores.taken(os.environ["AWS_ENDPOINT_URL"], DELAY_S)
+        object_stores.taken(url, DELAY_S)
         longest_s = _seconds(root, whole := f"{url}/whole")
         shortest_s = _seconds(root, whole)
         for number in range(2 * count):
@@ -82,11 +81,11 @@ def trials(count: int, mb: float, seed: int, directory: Path) -> Iterator[Trial]
             source, place = (root, f"{url}/{number}")
             if way == WAYS[1]:
                 source, place = whole, str(directory / f"{number}")
-            object_stores.taken(os.environ["AWS_ENDPOINT_URL"], DELAY_S)
+            object_stores.taken(url, DELAY_S)
             moments = (rng.uniform(0.5 * shortest_s, 0.8 * longest_s) for _ in range(KILLS))
             kills = sum(_killed(source, place, after_s) for after_s in sorted(moments))
             code = _copy(source, place).wait()
-            yield _judged(way, kills, root, located(place), code)
+            yield _judged(way, kills, root, located(place), code, object_stores.taken(url, DELAY_S))
 
 
 def _copy(source: object, place: str) -> subprocess.Popen[bytes]:
@@ -110,8 +109,9 @@ def _killed(source: object, place: str, after_s: float) -> bool:
     return not ended
 
 
-def _judged(way: str, kills: int, root: Path, place: AnyPath, code: int) -> Trial:
-    requests = object_stores.taken(os.environ["AWS_ENDPOINT_URL"], DELAY_S)
+def _judged(
+    way: str, kills: int, root: Path, place: AnyPath, code: int, requests: list[dict[str, Any]]
+) -> Trial:
     field, method = ("sent_bytes", "PUT") if way == WAYS[0] else ("received_bytes", "GET")
     sent: dict[str, list[int]] = {}
     for each in requests:

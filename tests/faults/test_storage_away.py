@@ -105,6 +105,17 @@ class Loop:
             self.states[self.run.count] = support.host_copy(self.run.state)
             assert self.manager.save(self.run.count, args=adacheck.SaveArgs(self.run.state))
 
+    def until_away(self, storage: Storage, count: int = 2) -> None:
+        """Saves some steps, and one more into a storage that is away by then."""
+        self.step(count)
+        self.manager.wait_until_finished()
+        storage.leave()
+        self.step()
+        if storage.mode == "refuse":
+            self.until_failed()
+        else:
+            assert storage.asked.wait(60)
+
     @property
     def kept(self) -> list[int]:
         return [*self.manager._kept().steps]
@@ -150,11 +161,7 @@ def _quick(monkeypatch):
 def test_what_storage_refuses_is_written_when_it_is_back(point, tmp_path, monkeypatch, caplog):
     storage, loop = Storage(monkeypatch, point, "refuse"), Loop(tmp_path)
     with loop.manager as manager:
-        loop.step(3)
-        manager.wait_until_finished()
-        storage.leave()
-        loop.step()
-        loop.until_failed()
+        loop.until_away(storage, 3)
         loop.step(3)  # no try is due
         assert storage.refused == 1
         assert loop.kept == [4, 5, 6, 7]
@@ -181,11 +188,7 @@ def test_what_storage_refuses_is_written_when_it_is_back(point, tmp_path, monkey
 def test_what_hangs_does_not_stop_the_loop(point, tmp_path, monkeypatch, caplog):
     storage, loop = Storage(monkeypatch, point, "hang"), Loop(tmp_path)
     with loop.manager as manager:
-        loop.step(3)
-        manager.wait_until_finished()
-        storage.leave()
-        loop.step()
-        assert storage.asked.wait(60)
+        loop.until_away(storage, 3)
         loop.clock.s += 61
         loop.step(6)
         assert loop.kept == [5, 6, 7, 8, 9, 10]
@@ -237,11 +240,7 @@ def test_a_full_disk_takes_what_has_room(tmp_path, monkeypatch):
         return write(directory, manifest, claim)
 
     with loop.manager as manager:
-        loop.step(2)
-        manager.wait_until_finished()
-        storage.leave()
-        loop.step()
-        loop.until_failed()
+        loop.until_away(storage)
         loop.step(20)
         monkeypatch.setattr(manifest_file, "write", write_while_there_is_room)
         with pytest.raises(StorageError, match=r"No space .* Not written: 10 to 23\. They"):
@@ -260,12 +259,8 @@ def test_a_manager_that_is_closed_writes_what_is_in_memory(tmp_path, monkeypatch
     storage, loop = Storage(monkeypatch, "pack", "refuse"), Loop(tmp_path)
     monkeypatch.setattr(outage, "CLOSING_S", 60.0)
     monkeypatch.setattr(outage, "RETRY_S", 0.01)
-    with loop.manager as manager:
-        loop.step(2)
-        manager.wait_until_finished()
-        storage.leave()
-        loop.step(1)
-        loop.until_failed()
+    with loop.manager:
+        loop.until_away(storage)
         loop.step(3)
         threading.Thread(target=lambda: storage.asked.wait(60) and storage.come_back()).start()
         storage.asked.clear()
@@ -274,11 +269,7 @@ def test_a_manager_that_is_closed_writes_what_is_in_memory(tmp_path, monkeypatch
 
 def test_an_error_names_the_steps_that_are_lost(tmp_path, monkeypatch):
     storage, loop = Storage(monkeypatch, "pack", "refuse"), Loop(tmp_path)
-    loop.step(2)
-    loop.manager.wait_until_finished()
-    storage.leave()
-    loop.step()
-    loop.until_failed()
+    loop.until_away(storage)
     loop.step(2)
     with pytest.raises(StorageError, match=r"Not written: 3 to 5\. They are kept"):
         loop.manager.wait_until_finished()
@@ -292,13 +283,7 @@ def test_an_error_names_the_steps_that_are_lost(tmp_path, monkeypatch):
 def test_where_memory_is_full_a_save_waits_or_raises(mode, tmp_path, monkeypatch):
     storage, loop = Storage(monkeypatch, "pack", mode), Loop(tmp_path)
     with loop.manager as manager:
-        loop.step(2)
-        manager.wait_until_finished()
-        storage.leave()
-        loop.step()
-        assert storage.asked.wait(60)
-        if mode == "refuse":
-            loop.until_failed()
+        loop.until_away(storage)
         loop.clock.s += 61
         loop.step()
         own_bytes = manager._kept().taken_bytes
@@ -323,12 +308,8 @@ def test_where_memory_is_full_a_save_waits_or_raises(mode, tmp_path, monkeypatch
 
 def test_steps_that_are_not_one_update_apart_are_not_kept(tmp_path, monkeypatch):
     storage, loop = Storage(monkeypatch, "pack", "hang"), Loop(tmp_path)
-    with loop.manager as manager:
-        loop.step(2)
-        manager.wait_until_finished()
-        storage.leave()
-        loop.step()
-        assert storage.asked.wait(60)
+    with loop.manager:
+        loop.until_away(storage)
         loop.clock.s += 61
         loop.run.advance()
         threading.Timer(0.2, storage.come_back).start()
@@ -386,11 +367,7 @@ def test_metrics_are_not_left_out(tmp_path, monkeypatch):
 def test_a_refused_step_may_be_saved_again_with_another_state(tmp_path, monkeypatch):
     storage, loop = Storage(monkeypatch, "pack", "refuse"), Loop(tmp_path)
     with loop.manager as manager:
-        loop.step(2)
-        manager.wait_until_finished()
-        storage.leave()
-        loop.step()
-        loop.until_failed()
+        loop.until_away(storage)
         storage.come_back()
         loop.run.advance()
         loop.states[3] = support.host_copy(loop.run.state)
@@ -416,11 +393,7 @@ def test_what_follows_a_save_that_is_lost_is_named(tmp_path, monkeypatch):
     """Storage was not the reason that it failed."""
     storage, loop = Storage(monkeypatch, "pack", "hang"), Loop(tmp_path)
     with loop.manager as manager:
-        loop.step(2)
-        manager.wait_until_finished()
-        storage.leave()
-        loop.step()
-        assert storage.asked.wait(60)
+        loop.until_away(storage)
         loop.clock.s += 61
         loop.step(2)
 
