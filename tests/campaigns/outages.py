@@ -5,8 +5,9 @@
 Each trial trains and saves, and takes its storage away for some seconds from a random moment on: a
 directory whose writes hang or fail (EIO), by the library in front of the disk (``disk_shim.c``), or
 a server of S3 that is stopped (SIGSTOP) or answers 503. After the outage the loop goes on until
-nothing is left in memory. Then a new manager restores every step for which ``save`` returned True,
-and compares it bit by bit.
+nothing is left in memory. Then a new manager restores the steps for which ``save`` returned True,
+and compares them bit by bit: all, or 100 evenly spread ones, while the others are replayed and
+compared with their fingerprints.
 
 Told are the seconds that ``save`` took beyond its median, in all and the longest, and the largest
 memory of steps that were kept.
@@ -42,12 +43,15 @@ import adacheck_jax as adacheck
 from adacheck_jax.format.manifest import BaseManifest
 from adacheck_jax.store.steps import roots
 from adacheck_jax.store.storage.location import at, located
+from adacheck_jax.tools import audit
 from tests.campaigns import command, shim
 from tests.campaigns.disk import Run
 from tests.campaigns.operations import FULL, HANG, Disk
 
 PACE_S = {"disk": 0.2, "s3": 0.5}
 """Seconds of a step, at least."""
+RESTORED = 100
+"""Steps of a trial that are restored at most: each replays all since its base."""
 KINDS = ["disk hangs", "disk refuses", "s3 hangs", "s3 refuses"]
 
 
@@ -191,23 +195,34 @@ def copied(root: str, target: Path) -> str:
     return str(target)
 
 
+def spread(steps: list[int], count: int) -> list[int]:
+    """Some steps, evenly spread, the first and the last among them; all of a few."""
+    if len(steps) <= count:
+        return steps
+    return [steps[round(i * (len(steps) - 1) / (count - 1))] for i in range(count)]
+
+
 def harmed(root: str, trial: Trial) -> list[str]:
     """Steps that were reported as saved and cannot be restored, or have other bits."""
     target = jax.tree.map(
         lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=x.sharding), trial.run.state
     )
-    wrong, holders = [], {}
+    wrong, held = list[str](), set[int]()
     for each in roots.steps_of(located(root)):
         if each.error is None and each.manifest is not None:
             recorded = () if isinstance(each.manifest, BaseManifest) else each.manifest.recorded
-            holders |= dict.fromkeys((*(x.step for x in recorded), each.step), each.step)
+            held |= {each.step, *(x.step for x in recorded)}
+    wrong += [f"step {step}: lost" for step in trial.digests if step not in held]
+    if len(trial.digests) > RESTORED:
+        report = audit.verify_root(located(root), replay=True)
+        wrong += [f"step {each.step}: {each.damage}" for each in report.steps if each.damage]
+    asked = {step: trial.digests[step] for step in spread([*trial.digests], RESTORED)}
     with adacheck.checkpoint_manager(root, max_to_keep=None) as manager:
-        for step, digest in trial.digests.items():
+        for step, digest in asked.items():
             try:
-                args = adacheck.RestoreArgs(target, step=step)
-                found = manager.restore(holders[step], args=args)
+                found = manager.restore(step, args=adacheck.RestoreArgs(target))
             except Exception as error:
-                wrong.append(f"step {step}: lost: {type(error).__name__}: {error}"[:300])
+                wrong.append(f"step {step}: not restored: {type(error).__name__}: {error}"[:300])
                 continue
             if digest_of([np.asarray(leaf) for leaf in jax.tree.leaves(found)]) != digest:
                 wrong.append(f"step {step}: other bits")
