@@ -174,7 +174,6 @@ def bytes_of(structure: Structure, stored: Sequence[int]) -> int:
     """Bytes of some leaves in the process that owns most of them."""
     held: dict[int, int] = {}
     for index in stored:
-        leaf = structure.leaves[index]
-        for box, owner in zip(leaf.boxes, leaf.owners, strict=True):
-            held[owner] = held.get(owner, 0) + box.size * leaf.itemsize_bytes
+        for owner, size_bytes in structure.owned_bytes[index].items():
+            held[owner] = held.get(owner, 0) + size_bytes
     return max(held.values(), default=0)

@@ -80,6 +80,16 @@ class Structure:
         return self.grid.ranks(self.lead.position)
 
     @functools.cached_property
+    def owned_bytes(self) -> tuple[dict[int, int], ...]:
+        """Bytes of each leaf that each process owns."""
+        found: list[dict[int, int]] = []
+        for leaf in self.leaves:
+            found.append(held := {})
+            for box, owner in zip(leaf.boxes, leaf.owners, strict=True):
+                held[owner] = held.get(owner, 0) + box.size * leaf.itemsize_bytes
+        return tuple(found)
+
+    @functools.cached_property
     def arguments(self) -> tuple[tuple[int, ...], ...]:
         """Positions of the params, inner state, record and extra arguments of all updates."""
         lists = [(each.params, each.inner, each.record, each.extra) for each in self.bindings]

@@ -315,7 +315,7 @@ class AdaCheckManager(ocp.CheckpointManager):
     def _kept(self) -> KeptSteps:
         """Steps in memory that are not on the disk."""
         keeper = self._keeper
-        return KeptSteps(None, (), (), 1, 0, 0) if keeper is None else keeper.steps()
+        return KeptSteps(None, (), (), 1, None) if keeper is None else keeper.steps()
 
     def _answers(self, step: int) -> bool:
         """True if the disk answers: what the loop itself asks of it afterwards takes no time.

@@ -15,6 +15,7 @@ from dataclasses import dataclass
 
 from adacheck_jax.errors import AdaCheckError
 from adacheck_jax.plan import situation
+from adacheck_jax.plan.save_plan import SavePlan
 from adacheck_jax.plan.situation import BackgroundFacts
 from adacheck_jax.proof.free_memory import free_bytes
 from adacheck_jax.save.attempt import Attempt
@@ -38,21 +39,30 @@ class KeptSteps:
         portion: number of steps that the next save of deferred ones writes at most: twice as many
             as the last save. So a disk that was full takes what has room there, and a bucket all in
             a few saves.
-        taken_bytes: host memory that the deferred steps take.
-        most_bytes: host memory that they may take while storage is away.
+        plan: plan of the last step; None without any.
     """
 
     refused: int | None
     steps: Sequence[int]
     deferred: Sequence[int]
     portion: int
-    taken_bytes: int
-    most_bytes: int
+    plan: SavePlan | None
 
     def next_number(self, *, in_portions: bool) -> int | None:
         """The manager's number of the save that is written next; None if there is nothing."""
         first = self.deferred[: self.portion if in_portions else None]
         return self.refused if self.refused is not None else max(first, default=None)
+
+    @property
+    def taken_bytes(self) -> int:
+        """Host memory that the deferred steps take, which all store about as much."""
+        count, plan = len(self.deferred), self.plan
+        return count * situation.bytes_of(plan.structure, plan.stored) if plan and count else 0
+
+    @property
+    def most_bytes(self) -> int:
+        """Host memory that they may take while storage is away."""
+        return most_bytes(self.plan.structure, self.taken_bytes) if self.plan else 0
 
 
 def most_bytes(structure: Structure, taken_bytes: int) -> int:
@@ -79,19 +89,13 @@ class Keeper:
             return self._steps()
 
     def _steps(self) -> KeptSteps:
-        steps, refused, taken_bytes, may_take = self._deferred.steps, None, 0, 0
-        behind = [each.step for each in steps]
-        save = self._save
-        if last := [*([] if save is None else save.steps), *steps][-1:]:
-            plan = last[0].plan
-            if steps:  # all store about as much
-                taken_bytes = len(steps) * situation.bytes_of(plan.structure, plan.stored)
-            may_take = most_bytes(plan.structure, taken_bytes)
-        every = behind
+        steps, refused, save = self._deferred.steps, None, self._save
+        every = behind = [each.step for each in steps]
         if save is not None and save.is_kept:
             refused, every = save.number, [*(each.step for each in save.steps), *behind]
+        last = [*([] if save is None else save.steps), *steps][-1:]
         portion = 1 if save is None else 2 * len(save.steps)
-        return KeptSteps(refused, every, behind, portion, taken_bytes, may_take)
+        return KeptSteps(refused, every, behind, portion, last[0].plan if last else None)
 
     @property
     def _save(self) -> Save | None:
