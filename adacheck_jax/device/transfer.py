@@ -238,24 +238,33 @@ def are_ready(arrays: Iterable[Any]) -> bool:
     return all(map(is_ready, arrays))
 
 
-def copies(arrays: Mapping[int, Any]) -> dict[int, Any]:
+class Copying:
     """Copies arrays on their devices, without waiting for them or for the copies.
-
-    The arrays may be donated at once: their devices make the copies first.
 
     Args:
         arrays: jax or numpy arrays by leaf index; of one process, or on accelerators alone.
     """
-    result = {i: np.array(x) for i, x in arrays.items() if not isinstance(x, jax.Array)}
-    for group in _by_devices(arrays):
-        result |= dict(zip(group, _copier_of(group, arrays)(map(arrays.get, group)), strict=True))
-    return result
+
+    def __init__(self, arrays: Mapping[int, Any]) -> None:
+        self._arrays = arrays
+        self._groups = [(each, _copier_of(each, arrays)) for each in _by_devices(arrays)]
+
+    def is_compiled(self) -> bool:
+        """True if there are programs for it; else they are compiled in the background."""
+        compiled = [copier.is_compiled() for _, copier in self._groups]
+        return all(compiled)
+
+    def copies(self) -> dict[int, Any]:
+        """The copies; the arrays may be donated at once: their devices make the copies first."""
+        result = {i: np.array(x) for i, x in self._arrays.items() if not isinstance(x, jax.Array)}
+        for group, copier in self._groups:
+            result |= dict(zip(group, copier(map(self._arrays.get, group)), strict=True))
+        return result
 
 
-def can_copy(arrays: Mapping[int, Any]) -> bool:
-    """True if :func:`copies` has its programs; else they are compiled in the background."""
-    compiled = [_copier_of(group, arrays).is_compiled() for group in _by_devices(arrays)]
-    return all(compiled)
+def copies(arrays: Mapping[int, Any]) -> dict[int, Any]:
+    """Copies of arrays on their devices, as of :class:`Copying`."""
+    return Copying(arrays).copies()
 
 
 def _by_devices(arrays: Mapping[int, Any]) -> Iterable[Sequence[int]]:

@@ -76,11 +76,11 @@ def take_copies(snapshot: Snapshot, plan: SavePlan, *, every_replica: bool) -> H
                 for i in copied.difference(plan.spare)  # views of which would be in the way
                 if structure.leaves[i].nbytes > _COPIED_BYTES
             ]
-        small = {i: arrays[i] for i in copied.difference(viewed)}
-        if is_computed and not transfer.can_copy(small):
+        copying = transfer.Copying({i: arrays[i] for i in copied.difference(viewed)})
+        if is_computed and not copying.is_compiled():
             owned, viewed = False, []  # each is viewed until one program is compiled for all
         else:
-            arrays |= transfer.copies(small)
+            arrays |= copying.copies()
     kept = frozenset(plan.kept)
     groups = [plan.kept, tuple(i for i in plan.stored if i not in kept)]
     staged = [Staged({i: arrays[i] for i in each}, structure.picks) for each in groups]

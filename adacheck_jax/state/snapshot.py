@@ -223,7 +223,7 @@ class _Seen:
             len(leaves) == len(self.kinds)
             and version == self.version
             and all(
-                isinstance(leaf, jax.Array) and leaf.aval is aval and leaf.sharding is sharding
+                getattr(leaf, "aval", None) is aval and leaf.sharding is sharding
                 for leaf, (aval, sharding) in zip(leaves, self.kinds, strict=True)
             )
             and treedef == self.treedef
@@ -268,10 +268,11 @@ class Snapshots:
                 stored, or was donated.
         """
         leaves, treedef = jax.tree.flatten(state)
-        if any(isinstance(leaf, jax.Array) and leaf.is_deleted() for leaf in leaves):
-            raise _donated(state)
         seen, version = self._seen, self._version()
-        if seen is not None and seen.fits(leaves, treedef, version):
+        is_known = seen is not None and seen.fits(leaves, treedef, version)
+        if any(x.is_deleted() for x in leaves if is_known or isinstance(x, jax.Array)):
+            raise _donated(state)
+        if seen is not None and is_known:
             return Snapshot(seen.structure, tuple(leaves))
         arrays = tuple(transfer.raw(leaf) for leaf in leaves)
         key = (version, treedef, tuple(map(_signature, leaves, arrays)))
