@@ -230,7 +230,7 @@ def test_a_pipe_in_the_place_of_a_manifest_is_not_waited_for(tmp_path):
 
 
 @pytest.mark.parametrize(
-    "reference", ["/etc", "..", "../..", "../../../a/b/c", "a", "../10/../..", "\0"]
+    "reference", ["/etc", "..", "../..", "../../../a/b/c", "a", "../10/../..", "\0", "../1\0"]
 )
 def test_a_reference_leads_to_siblings_only(reference, tmp_path):
     for name in ("10", "11"):

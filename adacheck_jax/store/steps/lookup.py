@@ -236,4 +236,5 @@ def _is_reference(relative: str) -> bool:
     parts = PurePosixPath(relative).parts
     count = len(_names(relative))
     ups = len(parts) - count
-    return ups == count <= 2 and parts[:ups] == ("..",) * ups and ups > 0
+    is_sibling = ups == count <= 2 and parts[:ups] == ("..",) * ups and ups > 0
+    return is_sibling and "\0" not in relative  # which no system takes for a path
