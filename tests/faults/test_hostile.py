@@ -172,7 +172,7 @@ def test_zeros_and_sizes_beyond_what_the_leaves_take_are_refused(tmp_path):
             step = write_steps(tmp_path, packs=(pack, manifests.Pack("==", (), 0, 0, (), ())))
             found = lookup.resolve(step)
             with pytest.raises(IntegrityError, match="expected packs of"):
-                DeltaReader(found.base, found.entries[-1])
+                DeltaReader(found.entries[-1])
 
 
 def test_a_lineage_of_many_references_takes_linear_time(tmp_path):

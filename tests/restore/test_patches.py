@@ -40,7 +40,9 @@ class Step:
         """Writes each process's pack from its own encodings, as each process does."""
         packs = tuple(self._pack(directory, process) for process in range(len(self.encodings)))
         self.manifest = DeltaManifest(
-            1, (), (), self.stored, (), packs, (), "stored", parent=LINK, depth=1
+            *(1, (), (), self.stored, (), packs, (0,) * len(self.leaves), "stored"),
+            parent=LINK,
+            depth=1,
         )
         return self.reader(directory)
 
@@ -87,12 +89,14 @@ class Step:
     @property
     def base(self):
         return BaseManifest(
-            0, (), tuple(self.leaves), (), None, "", (), (), len(self.encodings), {}
+            *(0, (), tuple(self.leaves), (0,) * len(self.leaves), None, "", (), ()),
+            *(len(self.encodings), {}),
         )
 
     def reader(self, directory, **changes):
         manifest = dataclasses.replace(self.manifest, **changes)
-        return DeltaReader(self.base, lineage.LineageStep(manifest, directory))
+        before = lineage.LineageStep(self.base, directory)
+        return DeltaReader(lineage.LineageStep(manifest, directory).behind(before))
 
 
 def step_of(leaves, stored, encodings, seed=0, is_near=True):
@@ -454,9 +458,11 @@ def test_a_pack_whose_encodings_are_of_other_sizes_is_an_error(simple, tmp_path)
 
 def test_a_delta_of_other_processes_or_leaves_is_an_error(simple, tmp_path):
     packs = simple.manifest.packs
-    for changes in ({"packs": packs[:1]}, {"packs": (*packs, packs[1])}, {"stored": (0, 2)}):
-        with pytest.raises(IntegrityError, match="packs of 2 processes with some of 2 leaves"):
+    for changes in ({"packs": packs[:1]}, {"packs": (*packs, packs[1])}):
+        with pytest.raises(IntegrityError, match="expected packs of 2 processes, as the step"):
             simple.reader(tmp_path, **changes)
+    with pytest.raises(IntegrityError, match="some of 2 leaves, found leaves up to 2"):
+        simple.reader(tmp_path, stored=(0, 2))
 
 
 @pytest.mark.parametrize("letter", "xp")

@@ -47,7 +47,7 @@ def decide(
     if base is not None and parent is not None:
         lineage = types.SimpleNamespace(base=base, problem=problem)
         facts = situation.Facts(
-            parent.step, parent.depth, parent.counts, lineage, 0, None, True, ()
+            parent.step, parent.depth, parent.counts, lineage, 0, None, True, (), ()
         )
     given = situation.Situation(
         *(step, None, None, counts, True, frozenset(), facts, True, is_first, True, 1, True),
@@ -242,11 +242,12 @@ def situation_of(structure, counts, *, leaves=None, deferred_count=0, step=7, lo
     update = types.SimpleNamespace(
         programs={update_program.platform(): UPDATED.digest}, reducing=(), placement=""
     )
-    base = types.SimpleNamespace(leaves=leaves or structure.leaves, update=update)
-    lineage = types.SimpleNamespace(base=base, problem="")
+    leaves = leaves or structure.leaves
+    base = types.SimpleNamespace(leaves=leaves, update=update)
+    lineage = types.SimpleNamespace(base=base, problem="", is_recut=False)
     saved = situation.SavedFacts(structure, "replay", 1, True, True, False)
     known = None if counts is None else (6,)
-    facts = situation.Facts(6, 5, known, lineage, deferred_count, saved, True, structure.leaves)
+    facts = situation.Facts(6, 5, known, lineage, deferred_count, saved, True, leaves, leaves)
     return situation.Situation(
         *(step, structure, UPDATED, counts, True, frozenset(), facts),
         *(True, False, True, 1, True, longest),
