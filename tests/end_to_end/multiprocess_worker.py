@@ -2,8 +2,8 @@
 
 Usage: multiprocess_worker.py MODE PROCESS PROCESSES PORT ROOT OUT DEVICES
 
-MODE is save, resume, restore or restore-once; or record, which records steps and saves the others, and
-restore-recorded; or bits, which saves bit-pattern differences; or projected, which
+MODE is save, resume, restore or restore-once; or record, which records steps and saves the others,
+and restore-recorded; or bits, which saves bit-pattern differences; or projected, which
 saves a run that changes params after the update; or no-scalars, which saves one without a scalar;
 or schedule, which saves by a schedule for which each process measures other costs.
 or edited, in which an element is changed by hand before the fourth step is saved;

@@ -233,6 +233,20 @@ def test_a_lineage_of_two_meshes_ends_with_a_base_of_the_loop(tmp_path, monkeypa
 
 
 @pytest.mark.slow
+def test_an_update_of_its_own_program_goes_on_where_it_adds_nothing_up(tmp_path):
+    saved = {}
+    for shape in ((4, 2), (2, 2)):
+        run = separate_run(mesh_of(shape), optax.adamw(1e-2))
+        run.advance()  # its state lies where its update leaves it
+        saved |= resumed(tmp_path, run, 3)
+    assert "".join(kinds(tmp_path)) == "BRRRRR"
+    assert {each.checked for each in deltas_of(tmp_path).values()} == {"identity"}
+    for shape in ((4, 2), (2, 2), (1, 1)):
+        state = separate_run(mesh_of(shape), optax.adamw(1e-2)).advance()
+        assert_all_restorable(tmp_path, saved, state)
+
+
+@pytest.mark.slow
 def test_what_is_exact_on_its_own_mesh_alone_goes_on_there_alone(tmp_path):
     """Sums of ``separate_update`` that are too many to be recorded."""
     saved = {}

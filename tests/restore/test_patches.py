@@ -461,7 +461,7 @@ def test_a_delta_of_other_processes_or_leaves_is_an_error(simple, tmp_path):
     for changes in ({"packs": packs[:1]}, {"packs": (*packs, packs[1])}):
         with pytest.raises(IntegrityError, match="expected packs of 2 processes, as the step"):
             simple.reader(tmp_path, **changes)
-    with pytest.raises(IntegrityError, match="some of 2 leaves, found leaves up to 2"):
+    with pytest.raises(IntegrityError, match="packs of 2 leaves, found leaves up to 2"):
         simple.reader(tmp_path, stored=(0, 2))
 
 

@@ -50,8 +50,8 @@ class DeltaReader:
         self._shared = shared or SharedWork()
         if any(i >= len(leaves) for i in (*delta.stored, *delta.unreplayed)):
             raise IntegrityError(
-                f"{entry.place}: expected packs with some of {len(leaves)} leaves, found leaves up "
-                f"to {max(*delta.stored, *delta.unreplayed, 0)}. Restore another step."
+                f"{entry.place}: expected packs of {len(leaves)} leaves, found leaves up to "
+                f"{max(*delta.stored, *delta.unreplayed, 0)}. Restore another step."
             )
         self._layout = self._shared.layout(entry, delta)
         self._extents: dict[int, list[pack_plan.Extent]] = {}
