@@ -114,12 +114,33 @@ class Leaf:
         """Shape of its chunks in a base: the caller may want smaller or larger ones."""
         return chunk_shape(self.cuts, self.itemsize_bytes, wanted_bytes)
 
+    def is_like(self, other: Leaf) -> bool:
+        """True if another leaf differs in its boxes at most."""
+        return self == dataclasses.replace(other, cuts=self.cuts, owners=self.owners)
+
     @property
     def description(self) -> str:
         """Data type and logical shape, for people and for comparisons."""
         if self.key_type is not None:
             return f"{self.key_type}{list(self.shape[:-1])}"
         return f"{self.dtype}{list(self.shape)}"
+
+
+@dataclass(frozen=True, slots=True)
+class Grid:
+    """Boxes of one leaf in a delta, where they are others than those of the step before.
+
+    Attributes:
+        cuts, owners: as of a :class:`Leaf`.
+    """
+
+    cuts: Cuts
+    owners: tuple[int, ...]
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """Shape of the leaf."""
+        return tuple(points[-1] for points in self.cuts)
 
 
 @dataclass(frozen=True, slots=True)
@@ -137,7 +158,7 @@ class Update:
             where the update runs as its own program on the mesh that it was saved on.
         passed: indices of computed leaves that the update returns as it took them.
         placement: digest of devices, mesh and cuts of all leaves, for an update with reducing
-            leaves; else empty.
+            leaves, whose deltas all lie so; else empty.
         problem: reason why no update is replayed onto this base; empty where updates are.
         programs: digests of the serialized programs, by platform; none with a problem.
         jax_version: version of the jax that exported the programs.
@@ -372,6 +393,8 @@ class DeltaManifest(Delta):
         recorded: deltas of the deferred steps between the parent and this one, oldest first. Their
             sections lie one after another in the packs.
         caution: findings of the checks so far.
+        grids: boxes of each leaf in its packs and in those of the deltas that follow; empty where
+            they and the number of processes are those of the parent.
         checksum: checksum of this manifest; empty until it is encoded.
     """
 
@@ -382,12 +405,18 @@ class DeltaManifest(Delta):
     directory_step: int | None = None
     recorded: tuple[Delta, ...] = ()
     caution: Caution = NO_CAUTION
+    grids: tuple[Grid, ...] = ()
     checksum: str = ""
 
     @property
     def saved_checksum(self) -> str:
         """Checksum of the manifest that the step was saved with."""
         return self.checksum
+
+    @property
+    def process_count(self) -> int:
+        """Number of processes that wrote it."""
+        return len(self.packs)
 
     @property
     def deltas(self) -> tuple[Delta, ...]:

@@ -17,7 +17,7 @@ from adacheck_jax.errors import FormatError, IntegrityError
 from adacheck_jax.format.manifest import BaseManifest, Delta, DeltaManifest, Manifest
 from adacheck_jax.format.manifest_records import LEFT_OUT, record, shown, truth
 
-FORMAT_VERSION = 8
+FORMAT_VERSION = 9
 OLDEST_VERSION = 6
 """The oldest format version that is read."""
 MAX_MANIFEST_BYTES = 256 * 2**20
@@ -196,4 +196,5 @@ def _upgraded_7(body: dict[str, Any]) -> dict[str, Any]:
     return {**delta(body), "recorded": [delta(each) for each in body["recorded"]]}
 
 
-_UPGRADES = {6: _upgraded_6, 7: _upgraded_7}
+_UPGRADES = {6: _upgraded_6, 7: _upgraded_7, 8: dict}
+"""Of version 8 all deltas are cut as their base is."""

@@ -25,18 +25,19 @@ from adacheck_jax.format.manifest import (
     Delta,
     DeltaManifest,
     Encoding,
+    Grid,
     Leaf,
     Pack,
     Update,
 )
 
 MAX_BOXES = 2**23
-"""Boxes of all leaves of a base."""
+"""Boxes of all leaves of a step."""
 MAX_AXES = 32
 """Axes of a leaf: more than tensorstore takes."""
 MAX_STATE_BYTES = 2**60
 """Bytes of all leaves of a base, so that sums of offsets fit into 64 bits."""
-LEFT_OUT = ("replaces", "replica")
+LEFT_OUT = ("replaces", "replica", "grids")
 """Fields of which JSON says nothing where they are empty."""
 
 MAX_NUMBER = 2**63 - 1
@@ -139,12 +140,9 @@ def _check_base(base: BaseManifest) -> None:
     leaves, count = base.leaves, len(base.leaves)
     if count != len(base.fingerprints):
         raise ValueError(f"{count} leaves but {len(base.fingerprints)} fingerprints")
-    if any(leaf.owners and max(leaf.owners) >= base.process_count for leaf in leaves):
-        raise ValueError("a box is owned by a process that does not exist")
+    _check_owners(leaves, base.process_count)
     if len({leaf.path for leaf in leaves}) != count:
         raise ValueError("two leaves have the same path")
-    if sum(len(leaf.owners) for leaf in leaves) > MAX_BOXES:
-        raise ValueError(f"more than {MAX_BOXES} boxes")
     if sum(leaf.nbytes for leaf in leaves) > MAX_STATE_BYTES:
         raise ValueError(f"more than {MAX_STATE_BYTES} bytes of leaves")
     if base.update is not None:
@@ -168,19 +166,30 @@ def _check_leaf(leaf: Leaf) -> None:
             f"no keys of type {shown(leaf.key_type)} consist of "
             f"{leaf.dtype}{list(leaf.shape[:MAX_AXES])}",
         )
-    if max(len(leaf.shape), len(leaf.cuts)) > MAX_AXES:
+    if len(leaf.shape) > MAX_AXES:
         raise _refused(leaf, f"{len(leaf.shape)} axes")
     # Bounded for empty arrays too.
     if math.prod(filter(None, leaf.shape)) * leaf.itemsize_bytes > MAX_STATE_BYTES:
         raise _refused(leaf, f"an array of shape {leaf.shape}")
-    lengths = tuple(points[-1] for points in leaf.cuts)
-    count = math.prod(max(1, len(points) - 1) for points in leaf.cuts)
-    ascending = all(points[0] == 0 and list(points) == sorted(set(points)) for points in leaf.cuts)
-    if lengths != leaf.shape or count != len(leaf.owners) or not ascending:
-        raise _refused(
-            leaf,
-            f"cuts {shown(leaf.cuts)} with {len(leaf.owners)} owners do not fit shape {leaf.shape}",
-        )
+    found = Grid(leaf.cuts, leaf.owners)
+    _check_grid(found)
+    if found.shape != leaf.shape:
+        raise _refused(leaf, f"cuts {shown(leaf.cuts)} do not fit shape {leaf.shape}")
+
+
+def _check_grid(grid: Grid) -> None:
+    cuts, owners = grid.cuts, grid.owners
+    count = math.prod(max(1, len(points) - 1) for points in cuts)
+    ascending = all(points[0] == 0 and list(points) == sorted(set(points)) for points in cuts)
+    if len(cuts) > MAX_AXES or count != len(owners) or not ascending:
+        raise ValueError(f"cuts {shown(cuts)} with {len(owners)} owners are no grid of boxes")
+
+
+def _check_owners(cut: Sequence[Leaf | Grid], process_count: int) -> None:
+    if any(each.owners and max(each.owners) >= process_count for each in cut):
+        raise ValueError("a box is owned by a process that does not exist")
+    if sum(len(each.owners) for each in cut) > MAX_BOXES:
+        raise ValueError(f"more than {MAX_BOXES} boxes")
 
 
 def _refused(leaf: Leaf, why: str) -> ValueError:
@@ -234,6 +243,9 @@ def _check_delta_manifest(manifest: DeltaManifest) -> None:
         )
     count = len(manifest.fingerprints)
     check_ascending(manifest.caution.distrusted, "distrusted leaves", count)
+    if len(manifest.grids) not in (0, count):
+        raise ValueError(f"boxes of {len(manifest.grids)} leaves, and {count} fingerprints")
+    _check_owners(manifest.grids, manifest.process_count)
 
 
 def _check_stale(step: BaseManifest | Delta, leaf_count: int) -> None:
@@ -265,6 +277,7 @@ def _check_pack(pack: Pack) -> None:
 _CHECKS: dict[Any, Callable[[Any], None]] = {
     BaseManifest: _check_base,
     Leaf: _check_leaf,
+    Grid: _check_grid,
     Delta: _check_delta,
     DeltaManifest: _check_delta_manifest,
     Pack: _check_pack,

@@ -6,9 +6,10 @@ Pure functions of the facts about a state and the step that it would follow.
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Sequence
 from dataclasses import dataclass
 
-from adacheck_jax.format.manifest import BaseManifest
+from adacheck_jax.format.manifest import BaseManifest, Leaf
 from adacheck_jax.plan.options import Options
 from adacheck_jax.plan.situation import Counts, Facts, Kind, Situation
 from adacheck_jax.state.exported_update import ExportedUpdate
@@ -78,11 +79,12 @@ def replays(update: ExportedUpdate, options: Options, *, replayable: bool = True
     return bool(update.program) and replayable and options.delta != "bits" and options.has_deltas
 
 
-def fits(lineage: Lineage, structure: Structure, update: ExportedUpdate) -> bool:
+def fits(parent: Facts, structure: Structure, update: ExportedUpdate) -> bool:
     """True if an update of a structure can be replayed onto a restored step."""
-    base = lineage.base
-    is_alike = not lineage.problem and base.leaves == structure.leaves
-    return is_alike and not _unlike(base, structure, update)
+    lineage = parent.lineage
+    if lineage is None or lineage.problem or parent.leaves != structure.leaves:
+        return False
+    return not _unlike(lineage.base, structure, update)
 
 
 def decide(situation: Situation, counts: Counts, options: Options) -> Decision:
@@ -107,8 +109,8 @@ def _followed(
     base, saved = lineage.base, parent.saved
     if saved is not None and saved.structure.lead != structure.lead:
         return Decision("base", "replicas differ, and another one is saved from now on")
-    if base.leaves != structure.leaves:
-        return unplanned(_first_difference(base, structure))
+    if parent.leaves != structure.leaves:
+        return unplanned(_first_difference(parent.leaves, structure.leaves))
     if not situation.keeps_ancestors:
         return _bases_only(
             "the storage has no hard links, and no policy that handler and manager share keeps "
@@ -185,16 +187,16 @@ def _unlike(base: BaseManifest, structure: Structure, update: ExportedUpdate) ->
         return update.problem
     if saved is None or update.digest != saved.programs.get(update_program.platform()):
         return "the update program changed"
-    if saved.reducing and saved.placement != structure.placement:
-        # Cut alike, but added up in another order: a restore replays where the base lay.
+    if (saved.reducing or update.reducing) and saved.placement != structure.placement:
+        # Sums are added up in another order there: a restore replays where the base lay.
         return "the mesh changed, and the update adds up elements"
     return ""
 
 
-def _first_difference(base: BaseManifest, structure: Structure) -> str:
-    if len(base.leaves) != len(structure.leaves):
-        return f"the state has {len(structure.leaves)} leaves, the base {len(base.leaves)}"
-    old, new = next((a, b) for a, b in zip(base.leaves, structure.leaves, strict=True) if a != b)
+def _first_difference(before: Sequence[Leaf], after: Sequence[Leaf]) -> str:
+    if len(before) != len(after):
+        return f"the state has {len(after)} leaves, the step before {len(before)}"
+    old, new = next((a, b) for a, b in zip(before, after, strict=True) if a != b)
     if old.path != new.path:
         return f"the tree changed: {new.path} where {old.path} was"
     if old.description != new.description:

@@ -199,7 +199,7 @@ def plan_deferred(
     structure, update, parent = situation.structure, situation.update, situation.parent
     if parent is None or situation.step is None:
         return "there is nothing yet to build on"
-    saved, lineage = parent.saved, parent.lineage
+    saved = parent.saved
     if not replays(update, options, replayable=saved is None or saved.replayable):
         return update.problem or "the step has to be stored in full"
     if saved is not None:
@@ -209,7 +209,7 @@ def plan_deferred(
             return "the state has another tree or other shardings than the step before"
         if saved.kind == "bits":
             return "the step before was stored as differences"
-    elif lineage is None or not fits(lineage, structure, update):
+    elif not fits(parent, structure, update):
         return "the restored step has another tree, update, or other shardings"
     if not parent.has_witness:
         return "the step before is not known well enough to check the update"
@@ -244,7 +244,7 @@ def decided(situation: Situation, decision: Decision, options: Options) -> SaveP
     made, parent = _planned(situation, decision, options), situation.parent
     if not decision.is_base or parent is None or not parent.deferred_count:
         return made
-    if parent.lineage is None or parent.lineage.base.leaves != situation.structure.leaves:
+    if parent.lineage is None or parent.leaves != situation.structure.leaves:
         return dataclasses.replace(made, given_up=decision.reason)
     reason = f"{decision.reason}, and {parent.deferred_count} deferred steps are saved with it"
     decision = Decision("bits", reason, notices=decision.notices)

@@ -6,6 +6,7 @@ from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
+from adacheck_jax.format.manifest import Leaf
 from adacheck_jax.schedule.line import Sizes
 from adacheck_jax.state.exported_update import ExportedUpdate
 from adacheck_jax.state.snapshot import Structure
@@ -57,6 +58,7 @@ class Facts:
         saved: facts of that saved step; None for a restored one.
         has_witness: True if an update of its state can be checked.
         copied: leaves of which host copies are kept.
+        leaves: every leaf, in the boxes that this process has of the step: a delta lies in them.
         has_moved: True if its state lay on other devices or had another update.
     """
 
@@ -68,6 +70,7 @@ class Facts:
     saved: SavedFacts | None
     has_witness: bool
     copied: Collection[int]
+    leaves: tuple[Leaf, ...]
     has_moved: bool = False
 
 
@@ -151,8 +154,14 @@ class Situation:
 
     @property
     def _may_make_base(self) -> bool:
-        # A base has no room for deferred steps: they would be lost.
-        return self.makes_bases and not (self.parent and self.parent.deferred_count)
+        parent = self.parent
+        if not self.makes_bases or (parent is not None and parent.deferred_count):
+            return False  # a base has no room for deferred steps: they would be lost
+        if parent is None or (lineage := parent.lineage) is None:
+            return True
+        # It would be cut, and described to Orbax, as the base before it.
+        is_cut_alike = parent.saved is not None or parent.leaves == lineage.leaves
+        return is_cut_alike and not lineage.is_recut
 
 
 def sizes_of(structure: Structure) -> Sizes:

@@ -16,6 +16,7 @@ from adacheck_jax.format.manifest import (
     Delta,
     DeltaManifest,
     Encoding,
+    Grid,
     Link,
     Manifest,
     Pack,
@@ -136,7 +137,10 @@ def _delta_manifest(save: Save, parent: Lineage, agreed: Agreed) -> DeltaManifes
         before = _delta(step, own, before, replica)
         deltas.append(before)
     *deferred, own = deltas
-    reference = lookup.reference(save.directory, parent.entries[-1].holder)
+    reference, leaves = lookup.reference(save.directory, parent.entries[-1].holder), ()
+    before_count, own_leaves = parent.manifest.process_count, save.structure.leaves
+    if own_leaves != parent.leaves or len(own.packs) != before_count:
+        leaves = own_leaves
     if reference is None:
         raise AdaCheckError(
             f"step {own.step}: its parent does not lie under the same root any more"
@@ -156,6 +160,7 @@ def _delta_manifest(save: Save, parent: Lineage, agreed: Agreed) -> DeltaManifes
         directory_step=save.number,
         recorded=tuple(deferred),
         caution=agreed.caution,
+        grids=tuple(Grid(each.cuts, each.owners) for each in leaves),
         stale=own.stale,
         replica=own.replica,
     )

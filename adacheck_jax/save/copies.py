@@ -12,9 +12,9 @@ import numpy as np
 from adacheck_jax.device import fingerprint, transfer
 from adacheck_jax.device.transfer import Joined, Staged
 from adacheck_jax.format.boxes import Blocks
+from adacheck_jax.format.manifest import Leaf
 from adacheck_jax.plan.save_plan import SavePlan
 from adacheck_jax.state.snapshot import Snapshot
-from adacheck_jax.store.steps.lineage import Lineage
 
 _COPIED_BYTES = 1 << 18
 """Largest leaf that is copied where it could be viewed."""
@@ -109,14 +109,28 @@ def take_copies(snapshot: Snapshot, plan: SavePlan, *, every_replica: bool) -> H
     return HostCopies(joined, spare, staged[0], fingerprints, values, waiting)
 
 
+def cut_as_restored(saved: Sequence[Leaf], snapshot: Snapshot) -> tuple[Leaf, ...]:
+    """The leaves of a restored state, in the boxes that the next save should find them in.
+
+    Nothing tells of a host array where it goes: to where it was saved, if these processes can.
+    """
+    everyone = range(jax.process_count())
+    triples = zip(saved, snapshot.structure.leaves, snapshot.arrays, strict=True)
+    return tuple(
+        new if isinstance(x, jax.Array) or not {*old.owners}.issubset(everyone) else old
+        for old, new, x in triples
+    )
+
+
 def copies_of_restored(
-    restored: Lineage, leaves: Sequence[Any], kept: Collection[int] | None
+    specs: Sequence[Leaf], leaves: Sequence[Any], kept: Collection[int] | None
 ) -> Mapping[int, Blocks]:
     """Copies of a restored state that the first save after it may be stored as differences from.
 
-    Copied are the leaves ``kept``; all if it is None. A leaf that was left out is None.
+    Copied are the boxes that ``specs`` have of the leaves ``kept``; of all leaves if it is None. A
+    leaf that was left out is None.
     """
-    specs, process = restored.base.leaves, jax.process_index()
+    process = jax.process_index()
     plain = {i: transfer.raw(leaf) for i, leaf in enumerate(leaves) if leaf is not None}
     boxes = {i: specs[i].boxes_of(process) for i in plain if kept is None or i in kept}
     picks = {i: transfer.picks_of(plain[i], wanted) for i, wanted in boxes.items()}

@@ -111,19 +111,21 @@ class Saver:
         needed = range(len(leaves)) if update is None else (*update.explained, *update.consumed)
         if any(leaves[i] is None for i in needed):
             return  # what was left out will be made anew, and no update leads there
-        copies, saves_deltas = host_copies.NOTHING, False
-        saved, specs = restored.manifest, restored.base.leaves
+        saved, snapshot = restored.manifest, None
+        specs, copies = restored.leaves, host_copies.NOTHING
         if self._has_recorder or self._options.delta == "bits":
-            kept, saves_deltas = None, True
+            kept, snapshot = None, self._planner.snapshot_of_restored(restored, state)
+            if snapshot is not None:
+                specs = host_copies.cut_as_restored(specs, snapshot)
             if self._options.delta != "bits" and update is not None and not restored.problem:
                 replayed = update.explained.difference(update.passed, saved.caution.distrusted)
                 kept = frozenset(range(len(leaves))) - replayed - frozenset(update.consumed)
-            copies = host_copies.copies_of_restored(restored, leaves, kept)
-        tip = Tip(saved.step, saved.depth, None, copies, None)
+            copies = host_copies.copies_of_restored(specs, leaves, kept)
+        tip = Tip(saved.step, saved.depth, None, copies, None, restored=specs)
         parent = Parent(restored.entries[-1].holder, number, tip, None, restored)
         if has_shadow:
             self._shadow.stand_at(tip)
-        if saves_deltas and (snapshot := self._planner.snapshot_of_restored(restored, state)):
+        if snapshot is not None:
             structure, sums, blocks = snapshot.structure, dict(enumerate(saved.fingerprints)), None
             if not (has_shadow or structure.on_accelerator):
                 blocks = transfer.stage(dict(enumerate(snapshot.arrays)), structure.picks)

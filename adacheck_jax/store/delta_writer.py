@@ -29,8 +29,8 @@ class DeltaEncodings:
 
     Attributes:
         choices: encodings of leaves that are stored by themselves, by leaf index.
-        planned: letters and sizes of codes of the last delta, and the plan for them without
-            aliases.
+        planned: leaves, letters and sizes of codes of the last delta, and the plan for them
+            without aliases.
     """
 
     choices: dict[int, Encoding] = field(default_factory=dict)
@@ -111,7 +111,7 @@ class DeltaWriter:
                 [sizes if each == process else () for each in every],
             )
 
-        wanted = (letters, sizes)
+        wanted = (self.leaves, letters, sizes)  # a step restored onto other devices is cut anew
         if self.encodings.planned is None or self.encodings.planned[0] != wanted:
             self.encodings.planned = wanted, plan_with(())
         plan = self.encodings.planned[1]

@@ -126,7 +126,7 @@ def _described(step: Step) -> StepDetails:
             leaf_bytes=leaf.nbytes,
             fingerprint=f"{manifest.fingerprints[index]:016x}",
         )
-        for index, leaf in enumerate(base.leaves)
+        for index, leaf in enumerate(lineage.leaves)
     )
     return StepDetails(
         step=manifest.step,

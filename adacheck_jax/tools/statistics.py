@@ -6,7 +6,6 @@ From manifests alone; no array is read.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 
 from adacheck_jax.errors import AdaCheckError, StepDeletedError
@@ -79,8 +78,9 @@ def statistics_of(root: AnyPath) -> RootStatistics:
                 skipped.append(step.step)
             continue
         tally.add_base(lineage.base)
-        for manifest, delta in _deltas(lineage.entries):
-            tally.add_delta(lineage.base, manifest, delta)
+        for manifest, entry in lineage.saves:
+            for delta in manifest.deltas:
+                tally.add_delta(lineage.base.update, entry, delta)
     return RootStatistics(
         root=str(root),
         recorded_count=tally.base_count + tally.delta_count,
@@ -94,14 +94,6 @@ def statistics_of(root: AnyPath) -> RootStatistics:
 
 
 _ORDER = (BASES, DELTAS, REPLAYED, CODED, UNCHANGED, EQUAL, KEPT)
-
-
-def _deltas(entries: Iterable[LineageStep]) -> Iterator[tuple[str, Delta]]:
-    for entry in entries:
-        manifest = entry.manifest
-        if not isinstance(manifest, BaseManifest):
-            for delta in manifest.deltas:
-                yield manifest.checksum, delta
 
 
 class _Tally:
@@ -130,15 +122,16 @@ class _Tally:
             if kind is BASES:
                 self._bases[leaf.path] += leaf.nbytes
 
-    def add_delta(self, base: BaseManifest, manifest: str, delta: Delta) -> None:
-        """Count a delta of a lineage that begins at a base."""
-        if (manifest, delta.step) in self._seen:
+    def add_delta(self, update: Update | None, entry: LineageStep, delta: Delta) -> None:
+        """Count a delta of a saved step, replayed by the update of its base."""
+        key = (entry.manifest.checksum, delta.step)
+        if key in self._seen:
             return
-        self._seen.add((manifest, delta.step))
+        self._seen.add(key)
         self.delta_count += 1
-        stored, equal, coded = _stored(base.leaves, delta)
-        computed = computed_by(base.update, delta)
-        for index, leaf in enumerate(base.leaves):
+        stored, equal, coded = _stored(entry.leaves, delta)
+        computed = computed_by(update, delta)
+        for index, leaf in enumerate(entry.leaves):
             self._deltas[leaf.path] += stored[index]
             self.redundancy[DELTAS] += stored[index]
             self.redundancy[EQUAL] += equal[index]

@@ -20,6 +20,7 @@ from pathlib import Path
 from typing import Any
 
 os.environ.setdefault("JAX_PLATFORMS", "cpu")
+os.environ.setdefault("XLA_FLAGS", "--xla_force_host_platform_device_count=4")
 
 import jax
 import jax.numpy as jnp
@@ -60,6 +61,7 @@ class Golden:
         delta: of the handler.
         steered: step before which the learning rate was set by hand, if any.
         compacted: step that was compacted before the next one was saved, if any.
+        moved: step before which the run was restored on two devices; it began on four then.
         width: columns of the params; of many the largest gradients alone are recorded, and the
             others are kept in an ephemeral leaf.
     """
@@ -72,6 +74,7 @@ class Golden:
     delta: str = "auto"
     steered: int | None = None
     compacted: int | None = None
+    moved: int | None = None
     width: int = 6
 
     def __str__(self) -> str:
@@ -102,6 +105,9 @@ GOLDEN = (
     Golden(8, "bits", adamw, (1, 2, 3, 4), "BDDD", delta="bits"),
     Golden(8, "replayed", injected_adamw, (1, 2, 3, 6), "BRRR", steered=3),
     Golden(8, "coded", adamw, (1, 2, 3, 4, 6), "BRBRR", compacted=3, width=200),
+    Golden(9, "bits", adamw, (1, 2, 3, 4), "BDDD", delta="bits", moved=3),
+    Golden(9, "replayed", adamw, (1, 2, 4, 5), "BRRR", moved=3),
+    Golden(9, "compacted", adamw, (1, 2, 3, 4, 5), "BRRBR", compacted=4, moved=3),
 )
 
 
@@ -144,7 +150,19 @@ def make(golden: Golden, root: Path) -> dict[int, np.ndarray]:
     Returns:
         The bits of every step.
     """
-    recorder = golden.recorder()
+    end, bits = golden.saved[-1] + 1, {}
+    if golden.moved is None:
+        return _continue(golden, root, range(1, end), 1)
+    for steps, count in ((range(1, golden.moved), 4), (range(golden.moved, end), 2)):
+        bits |= _continue(golden, root, steps, count)
+    return bits
+
+
+def _continue(
+    golden: Golden, root: Path, steps: Sequence[int], device_count: int
+) -> dict[int, np.ndarray]:
+    """Goes on with a run, if it has begun, on so many devices."""
+    recorder, mesh = golden.recorder(), support.mesh_of((device_count,))
     step, state, bits = train_step(recorder), initial_state(recorder, golden.width), {}
     handler = adacheck.AdaCheckHandler(
         recorder,
@@ -153,13 +171,16 @@ def make(golden: Golden, root: Path) -> dict[int, np.ndarray]:
     )
     kept = {}
     with support.manager_of(root, handler) as manager:
-        for number in range(1, golden.saved[-1] + 1):
+        if (newest := manager.latest_step()) is not None:
+            target = support.abstract(state, mesh)
+            state = manager.restore(newest, args=adacheck.RestoreArgs(target))
+        for number in steps:
             if number == golden.steered:
                 rate = jnp.float32(0.02)
                 state["opt_state"] = optax.tree_utils.tree_set(
                     state["opt_state"], learning_rate=rate
                 )
-            state = jax.block_until_ready(step(state))
+            state = jax.block_until_ready(support.place(step(state), mesh))
             kept = kept or {k: v for k, v in state.items() if k == "residual"}
             bits[number] = bits_of({**state, **kept}, golden.version)
             if number in golden.saved:

@@ -2,8 +2,8 @@
 
 Usage: multiprocess_worker.py MODE PROCESS PROCESSES PORT ROOT OUT DEVICES
 
-MODE is save, resume or restore; or record, which records steps and saves the others, and
-restore-recorded; or bits, which saves bit-pattern differences; or projected, which
+MODE is save, resume, restore or restore-once; or record, which records steps and saves the others,
+and restore-recorded; or bits, which saves bit-pattern differences; or projected, which
 saves a run that changes params after the update; or no-scalars, which saves one without a scalar;
 or schedule, which saves by a schedule for which each process measures other costs.
 or edited, in which an element is changed by hand before the fourth step is saved;
@@ -111,9 +111,10 @@ if mode == "projected":
 
     run.train_step = projected
 with support.manager_of(own.root, handler, **options) as manager:
-    if mode in ("restore", "restore-hyperparams"):
+    if mode in ("restore", "restore-once", "restore-hyperparams"):
         for step in manager.all_steps():
-            target = adacheck.RestoreArgs(support.abstract(run.state))
+            once = mode == "restore-once"
+            target = adacheck.RestoreArgs(support.abstract(run.state), read_once=once or None)
             write(manager.restore(step, args=target), f"restored{step}")
     if mode == "restore-recorded":
         for saved, step in ((6, 4), (9, 8)):
@@ -128,7 +129,8 @@ with support.manager_of(own.root, handler, **options) as manager:
         manager.wait_until_finished()
     if mode == "resume":
         target = adacheck.RestoreArgs(support.abstract(run.state))
-        run.state, run.count = manager.restore(STEPS, args=target), STEPS
+        newest = manager.latest_step()
+        run.state, run.count = manager.restore(newest, args=target), newest
     if mode == "edited":
         edit = jax.jit(lambda x: x.at[5, 17].add(1e-3), donate_argnums=0)
         for _ in range(6):

@@ -84,6 +84,9 @@ def test_each_step_is_kept_as_it_was_made(root, golden):
     assert letters == golden.kinds
     bases = [each for each in found[1:] if isinstance(each, manifest.BaseManifest)]
     assert [each.step for each in bases] == ([golden.compacted] if golden.compacted else [])
+    recut = [each.step for each in found if getattr(each, "grids", ())]
+    moved = [each for each in golden.saved if golden.moved and each >= golden.moved]
+    assert recut == moved[:1]
     held = [each.step for last in found for each in getattr(last, "recorded", ())]
     assert held == sorted({*golden.bits()} - {*golden.saved})
 

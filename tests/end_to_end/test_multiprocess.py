@@ -14,6 +14,7 @@ import adacheck_jax as adacheck
 from adacheck_jax.format import manifest
 from adacheck_jax.store.steps import lookup, roots
 from adacheck_jax.store.storage.location import located
+from adacheck_jax.tools import audit, compaction
 from tests import support
 from tests.processes import launch, leaves
 
@@ -67,6 +68,29 @@ def test_a_lineage_goes_on_after_a_restart_of_all_processes(run_of_two):
     launch("resume", 2, run_of_two / "run", run_of_two / "resumed", devices=2)
     kinds = [type(step.manifest) for step in roots.steps_of(run_of_two / "run")]
     assert kinds == [manifest.BaseManifest] + [manifest.DeltaManifest] * 5
+
+
+@pytest.mark.slow
+def test_a_lineage_goes_on_in_another_number_of_processes(tmp_path):
+    root, saved = tmp_path / "run", {}
+    for n, (processes, devices) in enumerate([(2, 2), (1, 4), (4, 2), (2, 2)]):
+        launch("resume" if n else "save", processes, root, tmp_path / f"{n}", devices)
+        steps = range(3 * n + 1, 3 * n + 4)
+        saved |= {step: leaves(tmp_path / f"{n}-saved{step}.npz") for step in steps}
+    base, *deltas = (each.manifest for each in roots.steps_of(root))
+    assert isinstance(base, manifest.BaseManifest)
+    assert all(isinstance(each, manifest.DeltaManifest) for each in deltas)
+    assert [len(each.packs) for each in deltas] == [2, 2, *[1] * 3, *[4] * 3, *[2] * 3]
+    assert [each.step for each in deltas if each.grids] == [4, 7, 10]
+    assert {each.checked for each in deltas} == {"full"}
+    for mode, processes, devices in (("restore", 1, 8), ("restore-once", 2, 4)):
+        out = tmp_path / f"restored-by-{processes}"
+        launch(mode, processes, root, out, devices)
+        assert {n: leaves(Path(f"{out}-restored{n}.npz")) for n in saved} == saved
+    compaction.compact(root, 8)
+    launch("resume", 1, root, tmp_path / "last", devices=4)
+    report = audit.verify_root(root, read_data=True, replay=True)
+    assert (report.damaged_count, report.not_looked_at) == (0, ())
 
 
 @pytest.mark.slow

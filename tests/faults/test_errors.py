@@ -224,7 +224,7 @@ class TestDamage:
         body["format"] = 99
         path.unlink()
         path.write_text(json.dumps(body))
-        with pytest.raises(FormatError, match="expected format version 6 to 8, found 99"):
+        with pytest.raises(FormatError, match="expected format version 6 to 9, found 99"):
             restore(root, 3, abstract(run.state))
 
     def test_other_steps_stay_restorable(self, copy, saved_run):

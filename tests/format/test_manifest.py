@@ -16,6 +16,7 @@ from adacheck_jax.format.manifest import (
     Delta,
     DeltaManifest,
     Encoding,
+    Grid,
     Leaf,
     Link,
     Pack,
@@ -177,8 +178,17 @@ def runs(draw):
 
 
 @st.composite
+def grids(draw, process_count):
+    """Boxes of a leaf, of which each process may write some."""
+    spec = draw(leaves(""))
+    owner = st.integers(0, process_count - 1)
+    return Grid(spec.cuts, tuple(draw(owner) for _ in spec.owners))
+
+
+@st.composite
 def deltas(draw):
     *recorded, own = draw(runs())
+    recut = draw(st.booleans()) and own.packs
     return DeltaManifest(
         step=own.step,
         counts=own.counts,
@@ -195,6 +205,7 @@ def deltas(draw):
         problem=draw(st.text()),
         custom_metadata=draw(any_json),
         caution=draw(cautions(len(own.fingerprints))),
+        grids=tuple(draw(grids(len(own.packs))) for _ in own.fingerprints) if recut else (),
     )
 
 
@@ -249,11 +260,16 @@ A_DELTA = DeltaManifest(
 A_RUN = dataclasses.replace(
     A_DELTA, step=12, counts=(5,), depth=2, recorded=(A_DELTA.deltas[0],), fingerprints=(2, 3)
 )
+A_RECUT = dataclasses.replace(
+    A_DELTA, grids=(Grid(((0, 4), (0, 2, 4, 6)), (1, 0, 1)), Grid((), (1,)))
+)
 A_COMPACTED = dataclasses.replace(
     A_BASE, step=12, kept=(), replaces=Replaced("ef" * 32, 2, ("_METADATA", "d/0"))
 )
 EXAMPLES = pytest.mark.parametrize(
-    "manifest", [A_BASE, A_DELTA, A_RUN, A_COMPACTED], ids=["base", "delta", "run", "compacted"]
+    "manifest",
+    [A_BASE, A_DELTA, A_RUN, A_RECUT, A_COMPACTED],
+    ids=["base", "delta", "run", "recut", "compacted"],
 )
 
 
@@ -352,7 +368,7 @@ def test_a_changed_value_is_told_apart_from_another_format():
 
 def test_an_unknown_format_version_names_both_versions():
     body = body_of(A_BASE)
-    with pytest.raises(FormatError, match="expected format version 6 to 8, found 99"):
+    with pytest.raises(FormatError, match="expected format version 6 to 9, found 99"):
         decode(encode_body({**body, "format": 99}))
 
 
@@ -414,6 +430,28 @@ def test_a_leaf_whose_boxes_do_not_fit_it_is_an_error(changes):
     body["leaves"][0].update(changes)
     with pytest.raises(FormatError):
         decode(encode_body(body))
+
+
+@pytest.mark.parametrize(
+    "grids",
+    [
+        [{"cuts": [[0, 4], [0, 6]], "owners": [0]}],
+        [{"cuts": [[0, 4], [0, 6]], "owners": [2]}, {"cuts": [], "owners": [0]}],
+        [{"cuts": [[0, 4], [0, 6]], "owners": [0, 0]}, {"cuts": [], "owners": [0]}],
+        [{"cuts": [[0, 6, 4], [0, 6]], "owners": [0, 0]}, {"cuts": [], "owners": [0]}],
+        [{"cuts": [[], [0, 6]], "owners": [0]}, {"cuts": [], "owners": [0]}],
+        [{"cuts": [[0, 4], [0, 6]], "owners": [-1]}, {"cuts": [], "owners": [0]}],
+        [{"cuts": [[0, 1]] * 40, "owners": [0]}, {"cuts": [], "owners": [0]}],
+        [{"cuts": [[*range(5000)], [*range(5000)]], "owners": [0]}, {"cuts": [], "owners": [0]}],
+        [{"cuts": [[0, 4], [0, 6]]}, {"cuts": [], "owners": [0]}],
+        {},
+        None,
+    ],
+    ids=lambda value: str(value)[:60],
+)
+def test_boxes_of_a_delta_that_are_none_are_an_error(grids):
+    with pytest.raises(FormatError):
+        decode(encode_body({**body_of(A_DELTA), "grids": grids}))
 
 
 @pytest.mark.parametrize(

@@ -9,14 +9,16 @@ its packs.
 from __future__ import annotations
 
 import atexit
+import dataclasses
 import json
 import random
 import shutil
 import tempfile
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from adacheck_jax.format import codes, manifest, manifest_json, pack_plan
+from adacheck_jax.format import codes, manifest, manifest_json, manifest_records, pack_plan
 from adacheck_jax.format.manifest_records import MAX_STATE_BYTES
 from adacheck_jax.restore.deltas import delta_reader
 from adacheck_jax.store.steps import lookup, manifest_file
@@ -124,7 +126,7 @@ class Manifests:
         found = lookup.resolve(self._root / "11")
         for delta, reader in zip(found.deltas, delta_reader.readers_of(found), strict=True):
             assert reader.delta == delta
-            _check_plan(found.base, delta)
+            _check_plan(reader.leaves, delta)
 
 
 def _file(body: Any, rng: random.Random) -> bytes:
@@ -146,14 +148,14 @@ def _file(body: Any, rng: random.Random) -> bytes:
     return data
 
 
-def _check_plan(base: manifest.BaseManifest, delta: manifest.Delta) -> None:
+def _check_plan(leaves: Sequence[manifest.Leaf], delta: manifest.Delta) -> None:
     """What a reader relies on when it allocates and reads."""
     encodings = [pack.encodings for pack in delta.packs]
     aliases = [pack.aliases for pack in delta.packs]
     coded = [pack.coded for pack in delta.packs]
-    plan = pack_plan.plan_delta(base.leaves, delta.stored, encodings, aliases, coded)
+    plan = pack_plan.plan_delta(leaves, delta.stored, encodings, aliases, coded)
     for extent in plan.extents:
-        leaf, pack = base.leaves[extent.leaf], delta.packs[extent.process]
+        leaf, pack = leaves[extent.leaf], delta.packs[extent.process]
         assert all(
             0 <= a <= b <= n
             for a, b, n in zip(extent.box.start, extent.box.stop, leaf.shape, strict=True)
@@ -186,8 +188,16 @@ def _mend(rng: random.Random, case: Any) -> None:
         packs = case["delta"]["packs"]
         base = manifest_json.decode(_file(dict(case["base"]), rng), where="")
         assert isinstance(base, manifest.BaseManifest)
+        leaves = base.leaves
+        if grids := case["delta"].get("grids"):
+            for grid, leaf in zip(grids, case["base"]["leaves"], strict=False):
+                for points, length in zip(grid["cuts"], leaf["shape"], strict=False):
+                    points[:] = sorted({0, length, *(x for x in points if 0 < x < length)})
+            read = [manifest_records.record(manifest.Grid, grid) for grid in grids]
+            pairs = zip(leaves, read, strict=True)
+            leaves = [dataclasses.replace(x, cuts=y.cuts, owners=y.owners) for x, y in pairs]
         plan = pack_plan.plan_delta(
-            base.leaves,
+            leaves,
             case["delta"]["stored"],
             [pack["encodings"] for pack in packs],
             [pack["aliases"] for pack in packs],

@@ -12,8 +12,16 @@ from hypothesis import strategies as st
 
 from adacheck_jax.errors import FormatError, IntegrityError
 from adacheck_jax.format import codes, pack_plan
-from adacheck_jax.format.boxes import Box
-from adacheck_jax.format.manifest import BaseManifest, DeltaManifest, Encoding, Leaf, Link, Pack
+from adacheck_jax.format.boxes import Box, grid
+from adacheck_jax.format.manifest import (
+    BaseManifest,
+    DeltaManifest,
+    Encoding,
+    Grid,
+    Leaf,
+    Link,
+    Pack,
+)
 from adacheck_jax.restore.deltas.delta_reader import DeltaReader
 from adacheck_jax.store.packs import arrays, writer
 from adacheck_jax.store.steps import folders, lineage
@@ -40,7 +48,9 @@ class Step:
         """Writes each process's pack from its own encodings, as each process does."""
         packs = tuple(self._pack(directory, process) for process in range(len(self.encodings)))
         self.manifest = DeltaManifest(
-            1, (), (), self.stored, (), packs, (), "stored", parent=LINK, depth=1
+            *(1, (), (), self.stored, (), packs, (0,) * len(self.leaves), "stored"),
+            parent=LINK,
+            depth=1,
         )
         return self.reader(directory)
 
@@ -87,12 +97,14 @@ class Step:
     @property
     def base(self):
         return BaseManifest(
-            0, (), tuple(self.leaves), (), None, "", (), (), len(self.encodings), {}
+            *(0, (), tuple(self.leaves), (0,) * len(self.leaves), None, "", (), ()),
+            *(len(self.encodings), {}),
         )
 
     def reader(self, directory, **changes):
         manifest = dataclasses.replace(self.manifest, **changes)
-        return DeltaReader(self.base, lineage.LineageStep(manifest, directory))
+        before = lineage.LineageStep(self.base, directory)
+        return DeltaReader(lineage.LineageStep(manifest, directory).behind(before))
 
 
 def step_of(leaves, stored, encodings, seed=0, is_near=True):
@@ -166,6 +178,49 @@ def test_any_box_is_brought_from_the_old_bits_to_the_new_ones(step, data, tmp_pa
         whole = step.old[index].copy()
         reader.patch(index, Box.full(leaf.shape), whole)
         assert whole.tobytes() == step.new[index].tobytes(), leaf
+
+
+@st.composite
+def recut(draw, before):
+    """A step behind another one, in boxes of its own, of another number of processes."""
+    process_count = draw(st.integers(1, 3))
+    leaves = []
+    for leaf in before.leaves:
+        inner = [draw(st.sets(st.integers(1, n - 1))) if n > 1 else () for n in leaf.shape]
+        each = tuple((0, *sorted(x), n)[: n + 1] for x, n in zip(inner, leaf.shape, strict=True))
+        owners = [draw(st.integers(0, process_count - 1)) for _ in grid(each)]
+        leaves.append(dataclasses.replace(leaf, cuts=each, owners=tuple(owners)))
+    letters = st.sampled_from(Encoding)
+    stored = range(draw(st.integers(0, len(leaves))))
+    encodings = ["".join(draw(letters) for _ in stored) for _ in range(process_count)]
+    step, old = step_of(leaves, stored, encodings, draw(st.integers(0, 2**32))), before.new
+    new = [array.copy() for array in old]
+    for position, index in enumerate(stored):
+        for box, process in zip(leaves[index].boxes, leaves[index].owners, strict=True):
+            if encodings[process][position] != Encoding.SAME:
+                new[index][box.slices] = step.new[index][box.slices]
+    return dataclasses.replace(step, old=old, new=new)
+
+
+@given(first=steps(), data=st.data())
+def test_deltas_in_boxes_of_their_own_are_read_one_after_another(first, data, tmp_path_factory):
+    second = data.draw(recut(first))
+    third = data.draw(recut(second))
+    readers = [first.write(tmp_path_factory.mktemp("step"))]
+    for step in (second, third):
+        directory = tmp_path_factory.mktemp("step")
+        step.write(directory)
+        grids = tuple(Grid(leaf.cuts, leaf.owners) for leaf in step.leaves)
+        manifest = dataclasses.replace(step.manifest, grids=grids)
+        entry = lineage.LineageStep(manifest, directory).behind(readers[-1]._entry)
+        assert entry.leaves == tuple(step.leaves)
+        readers.append(DeltaReader(entry))
+    for index, leaf in enumerate(first.leaves):
+        box = data.draw(boxes_in(leaf.shape))
+        block = np.array(first.old[index][box.slices])
+        for reader, step in zip(readers, (first, second, third), strict=True):
+            reader.patch(index, box, block)
+            assert block.tobytes() == step.new[index][box.slices].tobytes()
 
 
 @chunks_of(32)
@@ -454,9 +509,11 @@ def test_a_pack_whose_encodings_are_of_other_sizes_is_an_error(simple, tmp_path)
 
 def test_a_delta_of_other_processes_or_leaves_is_an_error(simple, tmp_path):
     packs = simple.manifest.packs
-    for changes in ({"packs": packs[:1]}, {"packs": (*packs, packs[1])}, {"stored": (0, 2)}):
-        with pytest.raises(IntegrityError, match="packs of 2 processes with some of 2 leaves"):
+    for changes in ({"packs": packs[:1]}, {"packs": (*packs, packs[1])}):
+        with pytest.raises(IntegrityError, match="expected packs of 2 processes, as the step"):
             simple.reader(tmp_path, **changes)
+    with pytest.raises(IntegrityError, match="packs of 2 leaves, found leaves up to 2"):
+        simple.reader(tmp_path, stored=(0, 2))
 
 
 @pytest.mark.parametrize("letter", "xp")

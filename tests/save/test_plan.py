@@ -1,5 +1,6 @@
 """Decisions by numbers: base, replayed delta, or differences."""
 
+import dataclasses
 import itertools
 import types
 
@@ -47,7 +48,7 @@ def decide(
     if base is not None and parent is not None:
         lineage = types.SimpleNamespace(base=base, problem=problem)
         facts = situation.Facts(
-            parent.step, parent.depth, parent.counts, lineage, 0, None, True, ()
+            parent.step, parent.depth, parent.counts, lineage, 0, None, True, (), ()
         )
     given = situation.Situation(
         *(step, None, None, counts, True, frozenset(), facts, True, is_first, True, 1, True),
@@ -242,11 +243,12 @@ def situation_of(structure, counts, *, leaves=None, deferred_count=0, step=7, lo
     update = types.SimpleNamespace(
         programs={update_program.platform(): UPDATED.digest}, reducing=(), placement=""
     )
-    base = types.SimpleNamespace(leaves=leaves or structure.leaves, update=update)
-    lineage = types.SimpleNamespace(base=base, problem="")
+    leaves = leaves or structure.leaves
+    base = types.SimpleNamespace(leaves=leaves, update=update)
+    lineage = types.SimpleNamespace(base=base, problem="", is_recut=False)
     saved = situation.SavedFacts(structure, "replay", 1, True, True, False)
     known = None if counts is None else (6,)
-    facts = situation.Facts(6, 5, known, lineage, deferred_count, saved, True, structure.leaves)
+    facts = situation.Facts(6, 5, known, lineage, deferred_count, saved, True, leaves, leaves)
     return situation.Situation(
         *(step, structure, UPDATED, counts, True, frozenset(), facts),
         *(True, False, True, 1, True, longest),
@@ -303,6 +305,50 @@ def test_behind_deferred_steps_a_whole_state_is_a_delta_or_they_are_given_up(str
     )
     assert other.is_base
     assert "leaves" in other.given_up
+
+
+def restored_elsewhere(structure, **about):
+    """A state behind step 6, which was restored onto other devices than it was saved from."""
+    given = situation_of(structure, (7,), **about)
+    before = tuple(dataclasses.replace(each, owners=()) for each in structure.leaves)
+    lineage = given.parent.lineage
+    lineage.leaves = lineage.base.leaves = before
+    facts = dataclasses.replace(given.parent, saved=None)
+    return dataclasses.replace(given, parent=facts)
+
+
+def test_a_state_that_was_restored_onto_other_devices_goes_on_with_deltas(structure):
+    given = restored_elsewhere(structure)
+    made = save_plan.plan(given, Options())
+    assert (made.decision.kind, made.decision.updates) == ("replay", (0,))
+    assert isinstance(save_plan.plan_deferred(given, Options()), save_plan.SavePlan)
+    facts = dataclasses.replace(given.parent, leaves=given.parent.lineage.leaves)
+    moved = dataclasses.replace(given, parent=facts)  # since it was restored
+    assert "the sharding of" in save_plan.plan(moved, Options()).decision.reason
+    assert "other shardings" in save_plan.plan_deferred(moved, Options())
+
+
+def test_what_adds_up_elements_goes_on_where_its_base_lay(structure):
+    given = restored_elsewhere(structure)
+    update = given.parent.lineage.base.update
+    for own in ((), (0,)):
+        update.reducing, update.placement = (0,), "where the base lay"
+        summing = dataclasses.replace(given, update=dataclasses.replace(UPDATED, reducing=own))
+        assert "the mesh changed" in save_plan.plan(summing, Options()).decision.reason
+        update.placement = structure.placement
+        assert save_plan.plan(summing, Options()).is_replayed
+    update.reducing, update.placement = (), ""
+    summing = dataclasses.replace(given, update=dataclasses.replace(UPDATED, reducing=(0,)))
+    assert "the mesh changed" in save_plan.plan(summing, Options()).decision.reason
+
+
+def test_a_base_in_the_background_is_none_of_a_lineage_with_other_boxes(structure):
+    given = dataclasses.replace(situation_of(structure, (7,), longest=6), makes_bases=True)
+    assert save_plan.plan(given, Options()).makes_base
+    given.parent.lineage.is_recut = True
+    assert not save_plan.plan(given, Options()).makes_base
+    given = dataclasses.replace(restored_elsewhere(structure, longest=6), makes_bases=True)
+    assert not save_plan.plan(given, Options()).makes_base
 
 
 def test_what_a_check_finds_wrong_is_stored_and_the_rest_is_replayed(structure):

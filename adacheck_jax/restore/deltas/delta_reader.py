@@ -11,7 +11,7 @@ import numpy as np
 from adacheck_jax.errors import IntegrityError
 from adacheck_jax.format import codes, pack_plan, planes
 from adacheck_jax.format.boxes import Box
-from adacheck_jax.format.manifest import BaseManifest, DeltaManifest, Encoding
+from adacheck_jax.format.manifest import DeltaManifest, Encoding
 from adacheck_jax.restore.deltas.shared_work import SharedWork
 from adacheck_jax.store.packs import arrays
 from adacheck_jax.store.packs.reader import PackReader
@@ -23,41 +23,37 @@ class DeltaReader:
     """Reads boxes of the leaves that one delta stores.
 
     Args:
-        base: the manifest that describes the leaves.
-        entry: the save that wrote the delta.
+        entry: the save that wrote the delta, in its lineage.
         number: the delta's position among those of the save; -1 is the saved step's own.
         shared: work shared with other readers; None to share none.
 
     Attributes:
         delta: the delta's part of the manifest.
+        leaves: every leaf, in the boxes of the delta.
 
     Raises:
-        IntegrityError: the delta's manifest does not fit the base's.
+        IntegrityError: the delta's manifest does not fit the leaves.
     """
 
     def __init__(
         self,
-        base: BaseManifest,
         entry: LineageStep,
         number: int = -1,
         shared: SharedWork | None = None,
     ) -> None:
         manifest = entry.manifest
         assert isinstance(manifest, DeltaManifest)
-        self._leaves = base.leaves
+        self.leaves = leaves = entry.leaves
         self._entry = entry
         self._number = number % len(manifest.deltas)
         self.delta = delta = manifest.deltas[number]
         self._shared = shared or SharedWork()
-        if len(delta.packs) != base.process_count or any(
-            i >= len(base.leaves) for i in (*delta.stored, *delta.unreplayed)
-        ):
+        if any(i >= len(leaves) for i in (*delta.stored, *delta.unreplayed)):
             raise IntegrityError(
-                f"{entry.place}: expected packs of {base.process_count} processes with some of "
-                f"{len(base.leaves)} leaves, found {len(delta.packs)} packs with leaves up to "
-                f"{max(delta.stored, default=0)}. Restore another step."
+                f"{entry.place}: expected packs of {len(leaves)} leaves, found leaves up to "
+                f"{max(*delta.stored, *delta.unreplayed, 0)}. Restore another step."
             )
-        self._layout = self._shared.layout(entry, delta, base.leaves)
+        self._layout = self._shared.layout(entry, delta)
         self._extents: dict[int, list[pack_plan.Extent]] = {}
         for extent in self._layout.extents:
             self._extents.setdefault(extent.leaf, []).append(extent)
@@ -68,7 +64,7 @@ class DeltaReader:
         """True if every box of a leaf is stored as it is, so that no earlier bits matter."""
         extents = self._extents.get(index, [])
         has_differences = any(extent.encoding.is_difference for extent in extents)
-        return not has_differences and len(extents) == len(self._leaves[index].owners)
+        return not has_differences and len(extents) == len(self.leaves[index].owners)
 
     def open_packs(self) -> dict[AnyPath, list[str]]:
         """Open every pack of the delta.
@@ -96,7 +92,7 @@ class DeltaReader:
             IntegrityError, FormatError: as from :meth:`read`.
         """
         for extent in self._extents.get(index, ()):
-            block = np.zeros(extent.box.shape, np.dtype(self._leaves[index].dtype))
+            block = np.zeros(extent.box.shape, np.dtype(self.leaves[index].dtype))
             self.patch(index, extent.box, block)
             yield extent.box, block
 
@@ -110,7 +106,7 @@ class DeltaReader:
             IntegrityError: stored bytes are damaged, or the leaf is not stored whole.
             FormatError: a pack is missing.
         """
-        leaf, dtype = self._leaves[index], np.dtype(self._leaves[index].dtype)
+        leaf, dtype = self.leaves[index], np.dtype(self.leaves[index].dtype)
         if not self.stores_whole(index):
             raise IntegrityError(
                 f"{self._entry.place}: expected {leaf.path}, which the update consumed, stored by "
@@ -151,7 +147,7 @@ class DeltaReader:
                 (data,) = pack.read([span], what="some leaves", checked=checked)
                 for position, first, last in piece.parts:
                     index, box = wanted[position]
-                    dtype = np.dtype(self._leaves[index].dtype)
+                    dtype = np.dtype(self.leaves[index].dtype)
                     found[position] = data[first:last].view(dtype).reshape(box.shape)
         rest = [each for n, each in enumerate(wanted) if n not in found]
         boxes: dict[int, list[Box]] = {}
@@ -167,7 +163,7 @@ class DeltaReader:
             IntegrityError, FormatError: as from :meth:`read`.
         """
         # The largest first: a chunk holds several small leaves, and is named by one.
-        for index in sorted(self.delta.stored, key=lambda each: -self._leaves[each].nbytes):
+        for index in sorted(self.delta.stored, key=lambda each: -self.leaves[each].nbytes):
             for _ in self.blocks(index):
                 pass
 
@@ -205,7 +201,7 @@ class DeltaReader:
         Raises:
             IntegrityError, FormatError: as from :meth:`read`.
         """
-        leaf = self._leaves[index]
+        leaf = self.leaves[index]
         for extent in self._extents.get(index, ()):
             common = box.intersect(extent.box)
             if common is None:
@@ -237,7 +233,7 @@ class DeltaReader:
 
     def _decode(self, extent: pack_plan.Extent) -> np.ndarray:
         """The elements of a coded box, which the caller must not change; once while prefetched."""
-        leaf, key = self._leaves[extent.leaf], (extent.leaf, extent.box)
+        leaf, key = self.leaves[extent.leaf], (extent.leaf, extent.box)
         if self._decoded is not None and key in self._decoded:
             return self._decoded[key]
         raw, compressed = extent.spans(extent.box)
@@ -278,11 +274,11 @@ def readers_of(lineage: Lineage) -> list[DeltaReader]:
     """A reader for every delta of a lineage, oldest first.
 
     Raises:
-        IntegrityError: a delta's manifest does not fit the base's.
+        IntegrityError: a delta's manifest does not fit its leaves.
     """
     shared = SharedWork()
     every = [
-        DeltaReader(lineage.base, entry, number, shared)
+        DeltaReader(entry, number, shared)
         for manifest, entry in lineage.saves
         for number in range(len(manifest.deltas))
     ]

@@ -40,6 +40,13 @@ class Consumed(NamedTuple):
     extra: list[jax.Array]
 
 
+class _Share(NamedTuple):
+    """What this process reads of a delta: boxes for itself, by position, and those it exchanges."""
+
+    own: list[tuple[int, Box]]
+    exchanges: tuple[ShareExchange, ...]
+
+
 class Records:
     """Arrays that the updates of some deltas consume: begun on threads, finished on the caller's.
 
@@ -71,37 +78,49 @@ class Records:
         self._wanted = [abstract_leaf(specs[i], shardings[i]) for i in update.consumed]
         leaves = [specs[i] for i in update.consumed]
         self._dtypes = {n: np.dtype(leaf.dtype) for n, leaf in enumerate(leaves)}
-        targets = [shardings[i] for i in update.consumed]
+        self._targets = [shardings[i] for i in update.consumed]
         members = shared_reads.members(
-            [(x.shape, x.itemsize_bytes, y) for x, y in zip(leaves, targets, strict=True)],
+            [(x.shape, x.itemsize_bytes, y) for x, y in zip(leaves, self._targets, strict=True)],
             read_once,
             where,
             times=len(self._readers),
         )
-        parts: list[list[SharedPart]] = [[] for _ in leaves]
-        self._exchanges: tuple[ShareExchange, ...] = ()
+        known: dict[int, _Share] = {}
+        for each in self._readers:  # most of them are cut alike
+            if id(each.leaves) not in known:
+                known[id(each.leaves)] = self._share(each, is_shared=bool(members))
+        self._shares = {each: known[id(each.leaves)] for each in self._readers}
         self._together: SharedReads | None = None
         if members:
-            parts = [
-                shared_reads.shared_parts(n, leaf.shape, target, leaf.itemsize_bytes, leaf.cuts)
-                for n, (leaf, target) in enumerate(zip(leaves, targets, strict=True))
-            ]
-            self._exchanges = shared_reads.plan(itertools.chain.from_iterable(parts))
-            self._together = SharedReads(members, where, [self._exchanges] * len(self._readers))
+            batches = [self._shares[each].exchanges for each in self._readers]
+            self._together = SharedReads(members, where, batches)
             self._together.agree(None)
         self._checked = checked or self._together is not None
-        self._own = [
+
+    def _share(self, reader: DeltaReader, *, is_shared: bool) -> _Share:
+        """Boxes to read of a delta."""
+        leaves = [reader.leaves[i] for i in self._update.consumed]
+        pairs = [*zip(leaves, self._targets, strict=True)]
+        parts: list[list[SharedPart]] = [[] for _ in leaves]
+        if is_shared:
+            parts = [
+                shared_reads.shared_parts(n, leaf.shape, target, leaf.itemsize_bytes, leaf.cuts)
+                for n, (leaf, target) in enumerate(pairs)
+            ]
+        own = [
             (n, box)
-            for n, (leaf, target) in enumerate(zip(leaves, targets, strict=True))
+            for n, (leaf, target) in enumerate(pairs)
             for box in shared_reads.own_boxes(
                 transfer.boxes_here(leaf.shape, target), leaf.cuts, parts[n]
             )
         ]
+        return _Share(own, shared_reads.plan(itertools.chain.from_iterable(parts)))
 
     @contextlib.contextmanager
     def read_ahead(self) -> Iterator[Iterator[Consumed]]:
         """Read what each update consumes, while earlier updates are replayed; begins at once."""
-        size_bytes = sum(box.size * self._dtypes[n].itemsize for n, box in self._own)
+        own = self._shares[self._readers[0]].own if self._readers else ()
+        size_bytes = sum(box.size * self._dtypes[n].itemsize for n, box in own)
         ahead = 2
         if self._together is None:
             ahead = max(ahead, min(_MOST_AHEAD, _AHEAD_BYTES // (size_bytes + 1)))
@@ -121,19 +140,20 @@ class Records:
 
     def _begin(self, reader: DeltaReader) -> tuple[Blocks, OwnShare | None] | Consumed:
         """Read what one update consumes, or this process's share of it; on a thread."""
+        share = self._shares[reader]
         with jax_settings.own(self._x64):
             if self._together is None:
-                return self._placed(self._read(reader, self._own))
+                return self._placed(self._read(reader, share.own))
             own: Blocks = {}
 
             def read(wanted: Sequence[tuple[int, Box, np.ndarray]]) -> Sequence[Any]:
-                data = self._read(reader, [*((n, box) for n, box, _ in wanted), *self._own])
+                data = self._read(reader, [*((n, box) for n, box, _ in wanted), *share.own])
                 for n, box, memory in wanted:
                     memory[...] = data[n, box]
-                own.update({each: data[each] for each in self._own})
+                own.update({each: data[each] for each in share.own})
                 return ()
 
-            return own, shared_reads.begin(self._exchanges, self._dtypes, read)
+            return own, shared_reads.begin(share.exchanges, self._dtypes, read)
 
     def _finish(self, begun: Any) -> Consumed:
         """Arrays on their devices; collective if processes read together."""

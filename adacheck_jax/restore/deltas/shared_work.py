@@ -35,23 +35,22 @@ class SharedWork:
     """Results that several readers need; most deltas of a lineage have the same layout."""
 
     def __init__(self) -> None:
-        self._layouts: dict[Hashable, pack_plan.WritePlan] = {}
+        self._layouts: dict[Hashable, tuple[pack_plan.WritePlan, tuple[Leaf, ...]]] = {}
         self._pieces: dict[Hashable, list[Piece]] = {}
         self._opened: dict[tuple[AnyPath, arrays.ArrayKind], PackArray] = {}
 
-    def layout(
-        self, entry: LineageStep, delta: Delta, leaves: Sequence[Leaf]
-    ) -> pack_plan.WritePlan:
+    def layout(self, entry: LineageStep, delta: Delta) -> pack_plan.WritePlan:
         """The layout of a delta's packs, computed as its writer did, and compared with theirs.
 
         Raises:
-            IntegrityError: the delta's manifest does not fit the base's.
+            IntegrityError: the delta's manifest does not fit its leaves.
         """
+        leaves = entry.leaves
         encodings = [pack.encodings for pack in delta.packs]
         aliases = [pack.aliases for pack in delta.packs]
         coded = [pack.coded for pack in delta.packs]
-        key = (delta.stored, *encodings, *aliases, *coded)
-        plan = self._layouts.get(key)
+        key = (id(leaves), delta.stored, *encodings, *aliases, *coded)
+        plan, _ = self._layouts.get(key, (None, ()))
         if plan is None:
             try:
                 plan = pack_plan.plan_delta(leaves, delta.stored, encodings, aliases, coded)
@@ -60,7 +59,7 @@ class SharedWork:
                     f"{entry.place}: the manifest tells of parts that cannot be so ({error}). "
                     "Restore another step."
                 ) from error
-            self._layouts[key] = plan
+            self._layouts[key] = plan, leaves  # which are held, so that no others have their id
         planned = tuple(zip(plan.raw_bytes, plan.compressed_bytes, strict=True))
         found = tuple((pack.raw_bytes, pack.compressed_bytes) for pack in delta.packs)
         if planned != found:

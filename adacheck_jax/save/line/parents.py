@@ -12,7 +12,7 @@ import jax
 
 from adacheck_jax.errors import AdaCheckError
 from adacheck_jax.format.boxes import Blocks
-from adacheck_jax.format.manifest import DeltaManifest
+from adacheck_jax.format.manifest import DeltaManifest, Leaf
 from adacheck_jax.plan.decision import advanced
 from adacheck_jax.plan.situation import Counts, Facts, SavedFacts
 from adacheck_jax.proof.checker import Witness
@@ -40,6 +40,7 @@ class Tip:
         host_copies: copies of the leaves that the next delta may be stored as differences from.
         witness: what the check of the next step needs of its state; None if there is nothing.
         preparing: has another thread make the witness of a restored state.
+        restored: every leaf of a restored state, in the boxes that copies and witness are of.
     """
 
     step: int
@@ -48,6 +49,12 @@ class Tip:
     host_copies: Mapping[int, Blocks]
     witness: Witness | None
     preparing: Future[Witness | None] | None = None
+    restored: tuple[Leaf, ...] = ()
+
+    @property
+    def leaves(self) -> tuple[Leaf, ...]:
+        """Every leaf, in its boxes; none of a restored state that no delta follows."""
+        return self.restored if self.staged is None else self.staged.plan.structure.leaves
 
     @property
     def position(self) -> Position:
@@ -295,5 +302,6 @@ def facts_of(
         saved=saved,
         has_witness=witness_fits,
         copied=tip.host_copies,
+        leaves=tip.leaves or (parent.lineage.leaves if parent.lineage else ()),
         has_moved=tip.witness is not None and not witness_fits,
     )

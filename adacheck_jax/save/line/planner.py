@@ -294,7 +294,9 @@ class Planner:
         except AdaCheckError as error:
             _log.info("The next save will be a base: %s", error)
             return None
-        return snapshot if snapshot.structure.leaves == restored.base.leaves else None
+        pairs = zip(snapshot.structure.leaves, restored.leaves, strict=False)
+        is_alike = len(snapshot.structure.leaves) == len(restored.leaves)
+        return snapshot if is_alike and all(a.is_like(b) for a, b in pairs) else None
 
     def witness_of(
         self, snapshot: Snapshot, held: Callable[[], Sequence[Any]], step: int

@@ -1,8 +1,8 @@
 """A base with the values of a delta's step, written into a directory of its own.
 
-It is the base of the delta's lineage once more, with other values: arrays of the same names, cut
-into the same boxes and chunks, and the same descriptions, so that all that stock Orbax read of the
-old base it reads of the new one. Its bits are compared with the step's fingerprints: those of the
+It is the base of the delta's lineage once more, with other values: arrays of the same names and
+chunks, and the same descriptions, so that all that stock Orbax read of the old base it reads of the
+new one. Its bits are compared with the step's fingerprints: those of the
 given values, or those of what was written, read back.
 """
 
@@ -124,7 +124,7 @@ def write(
 def _drafted(lineage: Lineage) -> _Draft:
     delta, base, source = lineage.manifest, lineage.base, lineage.base_directory
     assert isinstance(delta, DeltaManifest)
-    stored = {i: leaf for i, leaf in enumerate(base.leaves) if leaf.nbytes}
+    stored = {i: leaf for i, leaf in enumerate(lineage.leaves) if leaf.nbytes}
     files = {name: _read(source / name, base.described.get(name)) for name in sorted(DESCRIPTIONS)}
     tree = files[TREE_METADATA]
     names, compression = _names(source, tree, [*stored.values()])
@@ -145,7 +145,7 @@ def _write_part(
     earlier_sums: Mapping[int, int] | None,
 ) -> Report:
     """Writes the arrays of which this process has boxes."""
-    base = draft.lineage.base
+    base, leaves = draft.lineage.base, draft.lineage.leaves
     if earlier_sums is None:
         # A fingerprint is made of the sums of all processes that wrote the old base.
         earlier_sums = dict(enumerate(base.fingerprints)) if base.process_count == 1 else {}
@@ -157,8 +157,8 @@ def _write_part(
     earlier = EarlierBase(draft.lineage, earlier_sums)
     seldom = frozenset[int]()
     if update := base.update:
-        seldom = seldom_changed(base.leaves, update.explained.union(update.consumed, update.counts))
-    writer = BaseWriter(base.leaves, own, earlier, seldom, draft.compression)
+        seldom = seldom_changed(leaves, update.explained.union(update.consumed, update.counts))
+    writer = BaseWriter(leaves, own, earlier, seldom, draft.compression)
     report = writer.write(directory, process, sums, ArrayLayout(draft.names))
     sizes = [sum(box.size for box in own.get(i, ())) for i in draft.stored]
     return report | {"sums": [*sums.values()], "sizes": sizes}
@@ -187,6 +187,8 @@ def _completed(
         lineage.base,
         step=delta.step,
         counts=delta.counts,
+        leaves=lineage.leaves,  # of which the deltas behind it are, too
+        process_count=delta.process_count,
         fingerprints=delta.fingerprints,
         update=_update(lineage.base.update, lineage.problem),
         reason=f"delta {lineage.delta_count} of base {lineage.base.step}, compacted",

@@ -10,11 +10,12 @@ parent by a relative path, and :class:`~adacheck_jax.store.retention.KeepLineage
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from adacheck_jax.errors import LineageError
-from adacheck_jax.format.manifest import BaseManifest, Delta, DeltaManifest, Manifest
+from adacheck_jax.errors import IntegrityError, LineageError
+from adacheck_jax.format.manifest import BaseManifest, Delta, DeltaManifest, Leaf, Manifest
 from adacheck_jax.store.steps import manifest_file
 from adacheck_jax.store.steps.folders import DELTA, LINEAGE
 from adacheck_jax.store.storage.location import AnyPath, at
@@ -28,11 +29,49 @@ class LineageStep:
         manifest: the step's manifest.
         holder: its own item directory, or that of a later step with links to its files.
         is_link: True if ``holder`` is the directory of a later step.
+        known: leaves of a delta, once it is part of a lineage; see :attr:`leaves`.
     """
 
     manifest: Manifest
     holder: AnyPath
     is_link: bool = False
+    known: tuple[Leaf, ...] = ()
+
+    @property
+    def leaves(self) -> tuple[Leaf, ...]:
+        """Every leaf, in the boxes that the step stores it in."""
+        return self.manifest.leaves if isinstance(self.manifest, BaseManifest) else self.known
+
+    def behind(self, before: LineageStep) -> LineageStep:
+        """This delta, with its leaves: in boxes of its own, or else in those of the step before.
+
+        Raises:
+            IntegrityError: it is no delta of that step.
+        """
+        delta, leaves = self.manifest, before.leaves
+        assert isinstance(delta, DeltaManifest)
+        if len(delta.fingerprints) != len(leaves):
+            raise IntegrityError(
+                f"{self.place}: expected a fingerprint for each of {len(leaves)} "
+                f"leaves of the base, found {len(delta.fingerprints)}. Restore another step."
+            )
+        if delta.grids:
+            pairs = [*zip(leaves, delta.grids, strict=True)]
+            if other := next((leaf for leaf, grid in pairs if leaf.shape != grid.shape), None):
+                raise IntegrityError(
+                    f"{self.place}: expected boxes of {other.path} with the shape {other.shape}, "
+                    "found others. Restore another step."
+                )
+            leaves = tuple(
+                dataclasses.replace(leaf, cuts=grid.cuts, owners=grid.owners)
+                for leaf, grid in pairs
+            )
+        elif delta.process_count != before.manifest.process_count:
+            raise IntegrityError(
+                f"{self.place}: expected packs of {before.manifest.process_count} processes, as "
+                f"the step before has them, found {delta.process_count}. Restore another step."
+            )
+        return dataclasses.replace(self, known=leaves)
 
     @property
     def directory(self) -> AnyPath:
@@ -121,6 +160,16 @@ class Lineage:
         return deltas[-1] if deltas else self.base
 
     @property
+    def leaves(self) -> tuple[Leaf, ...]:
+        """Every leaf, in the boxes of the saved step at the end."""
+        return self.entries[-1].leaves
+
+    @property
+    def is_recut(self) -> bool:
+        """True if a delta has other boxes than the base."""
+        return any(saved.grids for saved, _ in self.saves)
+
+    @property
     def problem(self) -> str:
         """Reason why no update can be replayed onto the step; empty if updates can."""
         update = self.base.update
@@ -183,13 +232,18 @@ class Lineage:
         return all(at(entry.manifest_path).exists for entry in chosen)
 
     def followed_by(self, manifest: DeltaManifest, directory: AnyPath, *, linked: bool) -> Lineage:
-        """The lineage of the next delta."""
-        entries = self.entries
+        """The lineage of the next delta.
+
+        Raises:
+            IntegrityError: it is no delta of this step.
+        """
+        last, entries = LineageStep(manifest, directory).behind(self.entries[-1]), self.entries
         if linked:
             entries = tuple(
-                LineageStep(entry.manifest, directory, is_link=True) for entry in entries
+                LineageStep(entry.manifest, directory, is_link=True, known=entry.known)
+                for entry in entries
             )
-        return Lineage((*entries, LineageStep(manifest, directory)))
+        return Lineage((*entries, last))
 
 
 def shown_steps(steps: Sequence[int]) -> str:

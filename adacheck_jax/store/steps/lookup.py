@@ -152,14 +152,10 @@ def _resolved(entry: LineageStep, read: ReadManifest = manifest_file.read_file) 
         if not entry.is_link:
             # A directory with links has links to the whole lineage: the first and the last suffice.
             holders[1:] = [entry.holder]
-    lineage = Lineage(tuple(reversed(entries)))
-    for manifest, entry in lineage.saves:
-        if len(manifest.fingerprints) != len(lineage.base.leaves):
-            raise IntegrityError(
-                f"{entry.place}: expected a fingerprint for each of {len(lineage.base.leaves)} "
-                f"leaves of the base, found {len(manifest.fingerprints)}. Restore another step."
-            )
-    return lineage
+    found = entries[-1:]
+    for each in entries[-2::-1]:
+        found.append(each.behind(found[-1]))
+    return Lineage(tuple(found))
 
 
 def _find(
@@ -236,4 +232,5 @@ def _is_reference(relative: str) -> bool:
     parts = PurePosixPath(relative).parts
     count = len(_names(relative))
     ups = len(parts) - count
-    return ups == count <= 2 and parts[:ups] == ("..",) * ups and ups > 0
+    is_sibling = ups == count <= 2 and parts[:ups] == ("..",) * ups and ups > 0
+    return is_sibling and "\0" not in relative  # which no system takes for a path

@@ -196,7 +196,7 @@ class Walk:
             )
         return State(
             step,
-            base.leaves,
+            lineage.leaves,
             tuple(_on_host(value, spec) for value, spec in zip(leaves, base.leaves, strict=True)),
             base.update,
             tuple(base.leaves[i].path for i in sorted(differing)),
