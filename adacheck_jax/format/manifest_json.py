@@ -60,20 +60,23 @@ def encode(manifest: Manifest) -> tuple[bytes, str]:
 
 def checksummed(body: Mapping[str, Any]) -> tuple[bytes, str]:
     """Bytes of a JSON file with a checksum of all else in it, and the checksum."""
-    body = json.loads(json.dumps(body))  # the checksum is of what a reader sees: keys are texts
+    body = json.loads(
+        json.dumps(body, default=_shallow)
+    )  # the checksum is of what a reader sees: keys are texts
     checksum = checksum_of(body)
     return _json_bytes({**body, "checksum": checksum}), checksum
 
 
 def _fields(described: Manifest | Delta) -> dict[str, Any]:
     """JSON fields of a manifest or of one delta, without the recorded deltas in it."""
-    # asdict would copy every fingerprint.
-    bare: dict[str, Any] = {"fingerprints": ()}
-    if isinstance(described, DeltaManifest):
-        bare["recorded"] = ()
-    body = dataclasses.asdict(dataclasses.replace(described, **bare))
+    body = _shallow(described)
     body["fingerprints"] = [f"{value:016x}" for value in described.fingerprints]
     return {name: value for name, value in body.items() if value or name not in LEFT_OUT}
+
+
+def _shallow(described: Any) -> dict[str, Any]:
+    """Fields of a record as they are: asdict would copy every number in them."""
+    return {each.name: getattr(described, each.name) for each in dataclasses.fields(described)}
 
 
 def checksum_of(body: Mapping[str, Any]) -> str:

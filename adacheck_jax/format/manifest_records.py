@@ -40,6 +40,8 @@ MAX_STATE_BYTES = 2**60
 LEFT_OUT = ("replaces", "replica", "grids")
 """Fields of which JSON says nothing where they are empty."""
 
+_HEXADECIMAL = re.compile("[0-9a-f]+").fullmatch
+
 MAX_NUMBER = 2**63 - 1
 """The largest of 64 bits with a sign."""
 
@@ -76,7 +78,7 @@ def text(value: Any) -> str:
 
 def digits(value: Any, count: int) -> str:
     """A text of so many hexadecimal digits."""
-    if not isinstance(value, str) or not re.fullmatch(f"[0-9a-f]{{{count}}}", value):
+    if not isinstance(value, str) or len(value) != count or not _HEXADECIMAL(value):
         raise ValueError(f"expected {count} hexadecimal digits, found {shown(value)}")
     return value
 
