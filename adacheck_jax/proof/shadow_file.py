@@ -176,7 +176,10 @@ def peek(path: Path) -> Mapping[str, Any] | None:
     """The description at the beginning of a file; None if there is none."""
     try:
         with path.open("rb") as file:
-            return _found(file.read(_PEEKED_BYTES))
+            begin = file.read(_PEEKED_BYTES)
+            length = int.from_bytes(begin[_CHECKSUM_BYTES:_PLAIN_BYTES], "little")
+            more = length + _PLAIN_BYTES - len(begin)
+            return _found(begin + file.read(min(max(more, 0), path.stat().st_size)))
     except OSError:
         return None
 

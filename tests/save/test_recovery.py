@@ -20,7 +20,6 @@ import orbax.checkpoint as ocp
 import pytest
 
 import adacheck_jax as adacheck
-from adacheck_jax.adapter import training_run
 from adacheck_jax.device import transfer
 from adacheck_jax.proof import journal, shadow_file
 from adacheck_jax.proof.journal import Journal
@@ -286,7 +285,7 @@ def test_damage_anywhere_is_refused_or_harms_nothing(root, memory, caplog):
 
 
 def forget_boot(monkeypatch, run, root, memory):
-    monkeypatch.setattr(journal, "_boot", lambda: "another")
+    monkeypatch.setattr(journal, "boot", lambda: "another")
 
 
 def change_settings(monkeypatch, run, root, memory):
@@ -336,10 +335,6 @@ def take_in_another_process(monkeypatch, run, root, memory):
     fcntl.flock(descriptor, fcntl.LOCK_EX)
 
 
-def have_several_processes(monkeypatch, run, root, memory):
-    monkeypatch.setattr(training_run.jax, "process_count", lambda: 2)
-
-
 @pytest.mark.parametrize(
     ("change", "reason"),
     [
@@ -354,7 +349,6 @@ def have_several_processes(monkeypatch, run, root, memory):
         (save_on_without_it, "it is of step 3, and storage has step 4"),
         (save_something_else, "storage has another state as step 3"),
         (take_in_another_process, "another process that runs"),
-        (have_several_processes, "each of several processes"),
     ],
 )
 def test_what_is_of_something_else_is_refused_and_says_why(

@@ -1,0 +1,179 @@
+"""One process of a run of several whose hosts are killed; see :mod:`tests.campaigns.hosts`.
+
+Usage: hosts_worker.py MODE PROCESS PROCESSES PORT ROOT OUT DEVICES HEARTBEAT
+
+MODE is JSON: the host that this process is, the layout, a seed, the last step, the number of
+copies, and the longest pause. The process recovers or restores, trains until it is killed or has
+all steps, and appends to OUT-HOST a line for each of:
+
+    recovered STEP, restored STEP, refused REASON    where it begins
+    state STEP DIGEST                                 a state, before it is recorded or saved
+    stored STEP, passed STEP, lifted                  what lies in this host's file, when it does
+    over                                              all steps are there
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import logging
+import random
+import time
+from pathlib import Path
+from typing import Any
+
+from tests.one_process import own  # isort: skip
+
+import jax
+import jax.numpy as jnp
+import optax
+from jax.experimental import multihost_utils
+from jax.sharding import NamedSharding, PartitionSpec
+
+import adacheck_jax as adacheck
+from adacheck_jax.proof.journal import Journal
+from tests import support
+
+given = json.loads(own.mode)
+rng = random.Random(given["seed"] * 100 + given["host"])
+log = Path(f"{own.out}-{given['host']}").open("a", buffering=1)  # noqa: SIM115
+AXES = {
+    "replicated": (own.processes, 1),
+    "halves": (own.processes // 2, 2),
+    "cut": (1, own.processes),
+}
+WIDTH = 64
+
+
+def tell(*words: object) -> None:
+    """Appends a line."""
+    log.write(" ".join(map(str, words)) + "\n")
+
+
+def pause() -> None:
+    """Waits now and then, so that processes are apart."""
+    if given["pause_s"] and rng.random() < 0.2:
+        time.sleep(rng.random() * given["pause_s"])
+
+
+def watch() -> None:
+    """Tells what lies in the file as soon as it does, and pauses around it."""
+    begin, lift, note = Journal.begin, Journal.lift, Journal.note
+
+    def begun(
+        self: Journal,
+        step: int,
+        updates: Any,
+        sums: Any,
+        passed: Any = None,
+        *more: Any,
+        **options: Any,
+    ) -> None:
+        pause()
+        begin(self, step, updates, sums, passed, *more, **options)
+        tell("stored" if passed is None else "passed", step)
+        pause()
+
+    def lifted(self: Journal) -> None:
+        tell("lifted")
+        lift(self)
+
+    def noted(self: Journal, count: int) -> None:
+        note(self, count)
+        time.sleep(given["chunk_s"])
+
+    Journal.begin, Journal.lift, Journal.note = begun, lifted, noted
+
+
+def program() -> support.Program:
+    """A small model, its leaves cut along the second axis of the mesh alone."""
+    mesh = support.mesh_of(AXES[given["layout"]])
+    recorder, chain = support.recorded(optax.adamw(1e-2))
+    column = NamedSharding(mesh, PartitionSpec(None, mesh.axis_names[1]))
+    whole = NamedSharding(mesh, PartitionSpec())
+
+    def placed(x: Any) -> Any:
+        return jax.device_put(x, column if jnp.ndim(x) == 2 else whole)
+
+    def begin() -> Any:
+        keys = jax.random.split(jax.random.key(0), 3)
+        params = {f"layer{n}": jax.random.normal(keys[n], (WIDTH, 4 * WIDTH)) for n in range(3)}
+        params["bias"] = jnp.zeros(4 * WIDTH)
+        state = {
+            "params": params,
+            "opt_state": chain.init(params),
+            "step": jnp.int32(0),
+            "noise": jax.random.key_data(jax.random.key(7)),
+        }
+        return jax.tree.map(placed, state)
+
+    def train_step(state: Any, data: Any) -> Any:
+        x, y = (each.repeat(WIDTH // each.shape[1], 1) for each in data)
+
+        def loss_of(params: Any) -> Any:
+            hidden = sum(jnp.tanh(x @ params[f"layer{n}"]) for n in range(3)) + params["bias"]
+            return jnp.mean((hidden[:, :WIDTH] - y) ** 2)
+
+        grads = jax.grad(loss_of)(state["params"])
+        updates, opt_state = chain.update(grads, state["opt_state"], state["params"])
+        noise = state["noise"] * jnp.uint32(1664525) + jnp.uint32(1013904223)
+        params = optax.apply_updates(state["params"], updates)
+        return {"params": params, "opt_state": opt_state, "step": state["step"] + 1, "noise": noise}
+
+    return support.Program.of(recorder, begin, train_step)
+
+
+def digest(state: Any) -> str:
+    """Digest of a whole state; collective."""
+    whole = multihost_utils.process_allgather(state, tiled=True)
+    data = b"".join(each.tobytes() for each in jax.tree.leaves(whole))
+    return hashlib.sha256(data).hexdigest()[:16]
+
+
+def main() -> None:
+    """Recovers, and trains."""
+    run, reasons = program().run(), list[str]()
+    handler = logging.Handler()
+    handler.emit = lambda record: reasons.append(record.getMessage())
+    logging.getLogger("adacheck_jax").addHandler(handler)
+    shadow = adacheck.Shadow(
+        directory=f"{own.out}-memory/{given['host']}",
+        domain=f"host {given['host']}",
+        copies=given["copies"],
+    )
+    watch()
+    with adacheck.checkpoint_manager(own.root, run.recorder, shadow=shadow) as manager:
+        begin_s = time.monotonic()
+        abstract = support.abstract(run.state)
+        found = manager.handler.recover(manager.directory, abstract)
+        tell("took", f"{time.monotonic() - begin_s:.2f}")
+        step = 0
+        for each in reasons:
+            if "not recovered" in each:
+                tell("refused", each)
+            elif "changed since" in each:
+                tell("changed", each)
+        if found is not None:
+            step, run.state = found
+            tell("recovered", step, digest(run.state))
+        elif (newest := manager.latest_step()) is not None:
+            step, run.state = newest, manager.restore(newest, args=adacheck.RestoreArgs(abstract))
+            tell("restored", step, digest(run.state))
+        run.count = step
+        choose = random.Random(given["seed"])  # the same in all processes
+        while step < given["last"]:
+            step += 1
+            run.advance()
+            tell("state", step, digest(run.state))
+            if choose.random() < given["recorded"] and manager.handler.record_step(run.state, step):
+                continue
+            manager.save(step, args=adacheck.SaveArgs(run.state))
+            if choose.random() < 0.3:
+                manager.wait_until_finished()
+        manager.wait_until_finished()
+        tell("over")
+    for each in reasons:
+        tell("said", each.replace("\n", " "))
+
+
+main()
