@@ -138,6 +138,11 @@ class TrainingRun:
         """True if it may go on to train."""
         return bool(self._recorders)
 
+    @property
+    def has_memory(self) -> bool:
+        """True if a state may be recovered from memory."""
+        return self._options.shadow_directory is not None
+
     @jax_settings.own()
     def begin(
         self, directory: AnyPath, place: Callable[[], Place], args: SaveArgs
@@ -302,7 +307,7 @@ class TrainingRun:
     ) -> tuple[int, PyTree] | None:
         """The state that a killed process left in memory; see :meth:`AdaCheckHandler.recover`."""
         self._process.enter()
-        if self._options.shadow_directory is None:
+        if not self.has_memory:
             raise ValueError(
                 "expected a handler whose shadow has a directory, found one without: nothing "
                 "outlives its process. Make it with AdaCheckHandler(..., "

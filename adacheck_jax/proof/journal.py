@@ -33,7 +33,13 @@ from adacheck_jax.format.boxes import Blocks, Box
 from adacheck_jax.proof.agreement import Offer, OfferedStep
 from adacheck_jax.proof.holdings import Held
 from adacheck_jax.proof.peers import Peers
-from adacheck_jax.proof.shadow_file import SUFFIX, ShadowFile, ShadowFileError, peek
+from adacheck_jax.proof.shadow_file import (
+    SUFFIX,
+    ShadowFile,
+    ShadowFileError,
+    peek,
+    remove_unused,
+)
 from adacheck_jax.state.exported_update import ExportedUpdate
 from adacheck_jax.state.snapshot import Structure
 from adacheck_jax.update import program as update_program
@@ -111,7 +117,7 @@ def remove_others(place: FilePlace) -> None:
     for each in files_in(place.directory):
         other = each.place
         if (other.root, other.item) == (place.root, place.item) and other.run != place.run:
-            other.path.unlink(missing_ok=True)
+            remove_unused(other.path)
 
 
 @dataclass(frozen=True, slots=True)
@@ -172,6 +178,11 @@ class Journal:
         self.file = ShadowFile(place.path, description_bytes, header_bytes, data_bytes)
         self._number = 0
 
+    @property
+    def received(self) -> Collection[int]:
+        """The leaves that are stored as each step brings them."""
+        return self._places.keys()
+
     def create(self) -> None:
         """Make the file; it holds no step.
 
@@ -228,14 +239,14 @@ class Journal:
 
     def receive(self, taken: Collection[int], blocks: Mapping[int, Blocks]) -> None:
         """Store what a step brings beside that of the step before."""
-        before = {i: self._own(i) for i in self._places}
+        before = {i: self.own(i) for i in self._places}
         brought = [i for i in taken if blocks.get(i)]
         self._fold.turn(frozenset(taken).difference(brought))
         for i in brought:
             self._fold.put(i, blocks[i])
         for i, old in before.items():
             brings = blocks.get(i)
-            for box, new in self._own(i).items():
+            for box, new in self.own(i).items():
                 if brings:
                     fill(new, box, brings)
                 else:
@@ -341,18 +352,18 @@ class Journal:
             begin = done if number == self._number else 0
             fold.advance(header["updates"], begin, self.note)
         for i in self._put_after:
-            fold.put(i, self._own(i))
+            fold.put(i, self.own(i))
         return Found(header["step"], self._blocks(), header["sums"], header.get("folded"))
 
     def _blocks(self) -> Mapping[int, Blocks]:
         """All boxes that the file holds for sure."""
-        found = {i: self._own(i) for i in self._places}
+        found = {i: self.own(i) for i in self._places}
         for i, leaf in enumerate(self._structure.leaves):
             if leaf.nbytes and i not in found and self._held.boxes(i):
                 found[i] = self._fold.blocks(i)
         return found
 
-    def _own(self, leaf: int) -> Blocks:
+    def own(self, leaf: int) -> Blocks:
         """A leaf as the step brought it."""
         dtype, found = jax.numpy.dtype(self._structure.leaves[leaf].dtype), dict[Box, np.ndarray]()
         for box, offset in self._places[leaf]:

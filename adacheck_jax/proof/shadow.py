@@ -269,9 +269,8 @@ class ShadowThread:
         alone_bytes = holdings.unprotected_bytes(structure, parts, peers.copies)
         if alone_bytes and jax.process_index() == 0:
             _log.warning(
-                "%.1f MiB of %.1f of the state lie on devices of too few failure domains for %d "
-                "copies in the memory of others: if a domain is lost, storage serves. "
-                "Shadow(copies=0) keeps none.",
+                "Too few failure domains hold %.1f MiB of %.1f of the state for %d copies in the "
+                "memory of others: if one is lost, storage serves. Shadow(copies=0) keeps none.",
                 alone_bytes / 2**20,
                 sum(each.nbytes for each in structure.leaves) / 2**20,
                 peers.copies,

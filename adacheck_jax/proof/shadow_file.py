@@ -184,6 +184,13 @@ def peek(path: Path) -> Mapping[str, Any] | None:
         return None
 
 
+def remove_unused(path: Path) -> None:
+    """Removes a file, unless a process has it."""
+    with contextlib.suppress(OSError), path.open("rb") as file:
+        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        path.unlink()
+
+
 def _pages(size_bytes: int) -> int:
     return -(-size_bytes // _PAGE) * _PAGE
 

@@ -113,6 +113,7 @@ class ShadowState:
         # that was folded last.
         self._peers, self._is_gated, self._bad = peers, False, frozenset[int]()
         self._folded: tuple[int, dict[tuple[int, Box], int]] | None = None
+        self._received: dict[str, list[int]] = {}
         self.has_room_for_copy = size_of(fold, journal) + fold.size_bytes() <= most_bytes
         self.is_lost = False
         self.position: Position | None = None
@@ -158,6 +159,7 @@ class ShadowState:
         """Takes the state of one step."""
         self.position, peers = None, self._peers
         self._is_gated, self._bad, self._folded = peers is not None, frozenset(), None
+        self._received = {}
         if peers is not None:
             peers.gate.begin(begun.number)
         try:
@@ -166,8 +168,8 @@ class ShadowState:
             if self._is_gated:
                 self._sums(begun.number)
                 self._arrive(begun, self._pass(begun, ()))
-                if self._is_gated and self.journal is not None:
-                    remove_others(self.journal.place)
+            if self.journal is not None and (peers is None or self._is_gated):
+                remove_others(self.journal.place)
         except Exception as error:
             self._lose(error, begun.number)
         else:
@@ -249,9 +251,13 @@ class ShadowState:
         """Notes in the file that a step which passed the gate is folded."""
         if passed is None or self._folded is None or self.journal is None:
             return
-        found, sums = self._folded[1], step.sums()
+        journal, found, blocks = self.journal, self._folded[1], step.blocks
         folded = {str(i): [found[i, box] for box in self.held.boxes(i)] for i in self._arrays}
-        self.journal.begin(step.number, (), sums, passed, folded, self._bad)
+        for i in journal.received:
+            if str(i) not in self._received or (blocks.get(i)):
+                own = journal.own(i).items()
+                self._received[str(i)] = [fingerprint_of(x, box.start) for box, x in own]
+        journal.begin(step.number, (), step.sums(), passed, folded | self._received, self._bad)
 
     def copied(
         self, position: Position, others: Mapping[int, Blocks]

@@ -3,10 +3,13 @@
 Usage: hosts_worker.py MODE PROCESS PROCESSES PORT ROOT OUT DEVICES HEARTBEAT
 
 MODE is JSON: the host that this process is, the layout, a seed, the last step, the number of
-copies, and the longest pause. The process recovers or restores, trains until it is killed or has
-all steps, and appends to OUT-HOST a line for each of:
+copies, the longest pause and that after a chunk, the share of recorded steps, a directory for
+compiled programs, and one for the memory of all hosts: a folder for each, or one machine's. The
+process recovers or restores, trains until it is killed or has all steps, and appends to OUT-HOST a
+line for each of:
 
-    recovered STEP, restored STEP, refused REASON    where it begins
+    took SECONDS, refused REASON                      how recovery went
+    recovered STEP DIGEST, restored STEP DIGEST       where it begins
     state STEP DIGEST                                 a state, before it is recorded or saved
     stored STEP, passed STEP, lifted                  what lies in this host's file, when it does
     over                                              all steps are there
@@ -33,6 +36,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 import adacheck_jax as adacheck
 from adacheck_jax.proof.journal import Journal
 from tests import support
+from tests.campaigns.crashes import compile_once
 
 given = json.loads(own.mode)
 rng = random.Random(given["seed"] * 100 + given["host"])
@@ -136,11 +140,13 @@ def main() -> None:
     handler = logging.Handler()
     handler.emit = lambda record: reasons.append(record.getMessage())
     logging.getLogger("adacheck_jax").addHandler(handler)
+    is_shared = given.get("shared", False)
     shadow = adacheck.Shadow(
-        directory=f"{own.out}-memory/{given['host']}",
-        domain=f"host {given['host']}",
+        directory=given["memory"] if is_shared else f"{given['memory']}/{given['host']}",
+        domain=None if is_shared else f"host {given['host']}",
         copies=given["copies"],
     )
+    compile_once(Path(given["compiled"]))
     watch()
     with adacheck.checkpoint_manager(own.root, run.recorder, shadow=shadow) as manager:
         begin_s = time.monotonic()

@@ -1,4 +1,4 @@
-"""Agreement at a restart: the newest step that all files hold together, or the reason for storage."""
+"""Agreement at a restart: the newest step that all files hold together, or why storage serves."""
 
 from __future__ import annotations
 

@@ -640,3 +640,36 @@ def test_an_item_that_is_not_there_is_named(root, memory, caplog):
     assert re.search(
         r"no states of item 'other' of .*root; .*root \(item 'default'\)", told(caplog)
     )
+
+
+@pytest.mark.parametrize("items", [None, {"notes": ocp.JsonCheckpointHandler()}])
+def test_one_call_restores_from_memory_or_else_from_storage(root, memory, items):
+    run = support.dict_run(mesh_of((1, 1)))
+    shadow = adacheck.Shadow(directory=memory)
+
+    def manager() -> Any:
+        return adacheck.checkpoint_manager(root, run.recorder, shadow=shadow, items=items)
+
+    def args() -> Any:
+        own = adacheck.SaveArgs(run.state)
+        return own if items is None else ocp.args.Composite(state=own, notes=ocp.args.JsonSave({}))
+
+    with manager() as own:
+        assert own.restore_newest(support.abstract(run.state)) is None
+        for step in (1, 2):
+            run.advance()
+            own.save(step, args=args())
+        own.wait_until_finished()
+        run.advance()
+        assert own.handler.record_step(run.state, 3)
+        wait_for_shadow(own.handler)
+        expected = host_copy(run.state)
+        own.handler.run.saver._planner.give_up(0, "they are to be in memory alone")
+    with manager() as own:
+        step, state = own.restore_newest(support.abstract(run.state))
+        assert (step, own.latest_step()) == (3, 2)
+        assert_same(state, expected)
+    shutil.rmtree(memory)
+    with manager() as own:
+        step, _ = own.restore_newest(support.abstract(run.state))
+        assert step == 2
