@@ -325,8 +325,10 @@ class Journal:
         if number not in (self._number, self._number - 1):
             raise ShadowFileError(f"{path}: its last header is damaged")
         has_begun = number == self._number and done > 0
-        older = [x for x in headers[1:] if self.place.run and not (has_begun or x["updates"])]
-        return [header, *(each for each in older if each["step"] is not None)]
+        if has_begun or not self.place.run:
+            return [header]
+        older = (each for each in headers[1:] if each["step"] is not None)
+        return [header, *(each for each in older if not each["updates"])]
 
     def resume(self, step: int | None = None) -> Found:
         """Go on where the process that left the file was stopped; the copy has the memory.

@@ -134,6 +134,19 @@ def digest(state: Any) -> str:
     return hashlib.sha256(data).hexdigest()[:16]
 
 
+def spoil(manager: Any) -> None:
+    """Flips a bit of a copy in this host's memory, as a bad module would."""
+    shadow = manager.handler.run.saver._shadow
+
+    def flip() -> None:
+        copy = shadow._state
+        leaf = next(i for i in copy._arrays if i in copy.copied_boxes)
+        block = copy._fold.blocks(leaf)[copy.copied_boxes[leaf][0]]
+        block.reshape(-1).view("u4")[3] ^= 1
+
+    shadow._thread.submit(flip).result()
+
+
 def main() -> None:
     """Recovers, and trains."""
     run, reasons = program().run(), list[str]()
@@ -145,6 +158,7 @@ def main() -> None:
         directory=given["memory"] if is_shared else f"{given['memory']}/{given['host']}",
         domain=None if is_shared else f"host {given['host']}",
         copies=given["copies"],
+        bytes=1000 if given.get("without") == given["host"] else None,
     )
     compile_once(Path(given["compiled"]))
     watch()
@@ -171,6 +185,8 @@ def main() -> None:
             step += 1
             run.advance()
             tell("state", step, digest(run.state))
+            if (step, given["host"]) == (5, given.get("spoiled")):
+                spoil(manager)
             if choose.random() < given["recorded"] and manager.handler.record_step(run.state, step):
                 continue
             manager.save(step, args=adacheck.SaveArgs(run.state))

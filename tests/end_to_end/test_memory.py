@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import json
+import shutil
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -13,7 +15,9 @@ from tests.processes import forked, outputs
 WORKER = "tests.campaigns.hosts_worker"
 
 
-def run(directory: Path, processes: int, layout: str, last: int) -> dict[str, list[list[str]]]:
+def run(
+    directory: Path, processes: int, layout: str, last: int, **options: Any
+) -> dict[str, list[list[str]]]:
     """Recovers and trains to a step; the lines that each process told, by their first words."""
     given = {
         "layout": layout,
@@ -25,7 +29,7 @@ def run(directory: Path, processes: int, layout: str, last: int) -> dict[str, li
         "recorded": 0.5,
         "compiled": str(directory / "compiled"),
         "memory": str(directory / "memory"),
-        "shared": True,
+        **options,
     }
     port = free_port()
     out = directory / f"to-{last}"
@@ -49,9 +53,9 @@ def run(directory: Path, processes: int, layout: str, last: int) -> dict[str, li
 @pytest.mark.slow
 @pytest.mark.parametrize("layout", ["replicated", "cut"])
 def test_another_number_of_processes_recovers_what_was_left_in_memory(tmp_path, layout):
-    before = run(tmp_path, 4, layout, 7)
+    before = run(tmp_path, 4, layout, 7, shared=True)
     for processes, last in ((2, 10), (1, 12), (2, 14)):
-        now = run(tmp_path, processes, layout, last)
+        now = run(tmp_path, processes, layout, last, shared=True)
         state = next(rest for rest in before["state"] if rest[0] == str(before_last(before)))
         assert now["recovered"] == [state] * processes
         assert len([*(tmp_path / "memory").iterdir()]) == processes
@@ -61,3 +65,27 @@ def test_another_number_of_processes_recovers_what_was_left_in_memory(tmp_path, 
 def before_last(told: dict[str, list[list[str]]]) -> int:
     """The last step that a run trained."""
     return max(int(rest[0]) for rest in told["state"])
+
+
+@pytest.mark.slow
+def test_a_bad_copy_costs_the_copy_alone_and_is_told(tmp_path):
+    told = run(tmp_path, 2, "replicated", 9, spoiled=1)
+    said = [" ".join(each) for each in told["said"]]
+    assert len([x for x in said if "keeps no copies of the state of process 0" in x]) == 1
+    assert len(told["over"]) == 2
+    assert not [each for each in said if "not saved" in each]
+    # Its owner is lost, so there is no whole copy; the owner of the others is not.
+    shutil.rmtree(tmp_path / "memory/0")
+    again = run(tmp_path, 2, "replicated", 10)
+    assert "recovered" not in again
+    assert [each[0] for each in again["restored"]] == ["9"] * 2
+
+
+@pytest.mark.slow
+def test_where_a_process_has_no_room_nothing_is_recovered_and_all_steps_are_saved(tmp_path):
+    told = run(tmp_path, 2, "replicated", 6, without=1)
+    said = [" ".join(each) for each in told["said"]]
+    assert [x for x in said if "Nothing can be recovered from memory until the next base" in x]
+    assert [x for x in said if "nothing can be recovered from memory: a copy of the state" in x]
+    again = run(tmp_path, 2, "replicated", 7)
+    assert [each[0] for each in again["restored"]] == ["6"] * 2
