@@ -112,12 +112,16 @@ def files_in(directory: str) -> list[FoundFile]:
     return found
 
 
-def remove_others(place: FilePlace) -> None:
-    """Removes what earlier runs of the same steps have left beside a file."""
-    for each in files_in(place.directory):
-        other = each.place
-        if (other.root, other.item) == (place.root, place.item) and other.run != place.run:
-            remove_unused(other.path)
+def remove_others(place: FilePlace) -> bool:
+    """Removes what earlier runs of the same steps have left beside a file; True if there was any.
+
+    What a process has is left.
+    """
+    others = [each.place for each in files_in(place.directory)]
+    own = place.root, place.item
+    earlier = [x for x in others if (x.root, x.item) == own and x.run != place.run]
+    removed = [each for each in earlier if remove_unused(each.path)]
+    return bool(removed)
 
 
 @dataclass(frozen=True, slots=True)

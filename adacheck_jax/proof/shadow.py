@@ -26,7 +26,7 @@ from adacheck_jax.format.boxes import Blocks, Box
 from adacheck_jax.proof import holdings
 from adacheck_jax.proof.free_memory import free_bytes
 from adacheck_jax.proof.holdings import Held
-from adacheck_jax.proof.journal import FilePlace, Found, Journal
+from adacheck_jax.proof.journal import FilePlace, Found, Journal, remove_others
 from adacheck_jax.proof.peers import Peers
 from adacheck_jax.proof.shadow_file import ShadowFileError
 from adacheck_jax.proof.shadow_state import (
@@ -85,6 +85,8 @@ class ShadowThread:
         if is_restored and self._follows_saves and stays:  # several processes have to do alike
             return
         self._follows_saves = not is_restored
+        if self._peers is not None:
+            self._peers.gate.end()  # nobody need come to the steps before
         if copy is None or copy.structure is not structure or copy.update is not update:
             copy = self._state = self._made(structure, update)
         self._told = begun.own
@@ -232,6 +234,8 @@ class ShadowThread:
             fold, held = found
             journal = None if place is None else Journal(place, structure, update, fold, held)
             size_bytes, most_bytes = size_of(fold, journal), self._most(journal)
+            if size_bytes > most_bytes and journal is not None and remove_others(journal.place):
+                most_bytes = self._most(journal)  # what was recovered from took it
             if size_bytes <= most_bytes:
                 self._tell_copies(structure, update, held, wanted_bytes, most_bytes)
                 self._refused = None

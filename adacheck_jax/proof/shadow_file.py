@@ -184,11 +184,13 @@ def peek(path: Path) -> Mapping[str, Any] | None:
         return None
 
 
-def remove_unused(path: Path) -> None:
-    """Removes a file, unless a process has it."""
+def remove_unused(path: Path) -> bool:
+    """Removes a file, unless a process has it; True if it is gone."""
     with contextlib.suppress(OSError), path.open("rb") as file:
         fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         path.unlink()
+        return True
+    return False
 
 
 def _pages(size_bytes: int) -> int:

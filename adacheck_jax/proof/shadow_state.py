@@ -131,7 +131,12 @@ class ShadowState:
     def _compile(self) -> None:
         if self.journal is not None and not self._is_there:
             try:
-                self.journal.create()
+                try:
+                    self.journal.create()
+                except ShadowFileError:
+                    if not remove_others(self.journal.place):
+                        raise
+                    self.journal.create()  # there was no room for two
             except ShadowFileError as error:
                 self.journal = None
                 _log.warning(

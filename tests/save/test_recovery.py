@@ -22,7 +22,8 @@ import pytest
 import adacheck_jax as adacheck
 from adacheck_jax.device import transfer
 from adacheck_jax.proof import journal, shadow_file
-from adacheck_jax.proof.journal import Journal
+from adacheck_jax.proof.holdings import Held
+from adacheck_jax.proof.journal import FilePlace, Journal
 from adacheck_jax.proof.shadow_file import ShadowFile
 from adacheck_jax.update import program
 from adacheck_jax.update.elements import host_fold
@@ -673,3 +674,31 @@ def test_one_call_restores_from_memory_or_else_from_storage(root, memory, items)
     with manager() as own:
         step, _ = own.restore_newest(support.abstract(run.state))
         assert step == 2
+
+
+@pytest.mark.parametrize("is_used", [False, True])
+def test_files_of_an_earlier_run_make_room_unless_a_process_has_them(
+    root, memory, monkeypatch, is_used
+):
+    earlier = FilePlace(str(memory), str(root), "default", "a run of two", 1, 2)
+    told = {"format": journal._FORMAT, "held": Held({}).to_json()}
+    file = ShadowFile(earlier.path, 1 << 14, 1000, 1000)
+    file.create(told | {name: getattr(earlier, name) for name in journal._PLACE})
+    if not is_used:
+        file.close()
+    allocate, refused = os.posix_fallocate, []
+
+    def allocated(*args: Any) -> None:
+        if earlier.path.exists() and not is_used:
+            refused.append(args)
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        allocate(*args)
+
+    monkeypatch.setattr(shadow_file.os, "posix_fallocate", allocated)
+    run, saved = trained(root, memory)
+    assert earlier.path.exists() == is_used
+    assert len(refused) == (not is_used)
+    file.close(remove=is_used)
+    found = recovered_run(run, root, memory)
+    assert found is not None
+    assert_same(found[1], saved[3])
