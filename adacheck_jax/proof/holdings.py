@@ -62,14 +62,6 @@ class Held:
         every = (self.own, *(self.copies[owner] for owner in sorted(self.copies)))
         return [box for each in every for box in each.get(leaf, ())]
 
-    def copied(self) -> dict[int, list[Box]]:
-        """The boxes of all copies, by leaf index."""
-        found: dict[int, list[Box]] = {}
-        for each in self.copies.values():
-            for i, boxes in each.items():
-                found.setdefault(i, []).extend(boxes)
-        return found
-
     def to_json(self) -> Any:
         """A description that :meth:`of_json` reads."""
         copies = {str(owner): to_json(each) for owner, each in self.copies.items()}

@@ -60,7 +60,7 @@ class ShadowThread:
         self, most_bytes: int | None, place: FilePlace | None = None, peers: Peers | None = None
     ) -> None:
         self._most_bytes, self._place, self._peers = most_bytes, place, peers
-        self._untouched: tuple[Structure, Mapping[int, Sequence[Box]]] | None = None
+        self._copied: tuple[Structure, Held | None, Mapping[int, Sequence[Box]]] | None = None
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="adacheck_shadow")
         self._state: ShadowState | None = None
         self._refused: tuple[Structure, ExportedUpdate] | None = None
@@ -131,20 +131,25 @@ class ShadowThread:
         if (peers := self._peers) is not None:
             self._thread.submit(peers.gate.refuse, step, "it has no copy of the state in memory")
 
-    def copied(self, structure: Structure) -> Mapping[int, Sequence[Box]]:
-        """The boxes of other processes of which this one keeps copies, by leaf index.
+    def copied(self, structure: Structure, *, is_base: bool) -> Mapping[int, Sequence[Box]]:
+        """The boxes that this process does not own and that the shadow takes of a step.
 
-        Of what no update touches, as long as it is not known how the update takes the state apart.
+        Of a base those of what no update touches: it is not known yet how the update takes the
+        state apart. A step after it may have another structure than the base, which lies alike.
         """
         copy, peers = self._state, self._peers
-        if peers is None or not peers.copies:
+        if peers is None:
             return {}
-        if copy is not None and copy.structure is structure:
-            return copy.copied_boxes
-        if self._untouched is None or self._untouched[0] is not structure:
-            held = holdings.held_of(structure, None, peers.domains, peers.copies)
-            self._untouched = structure, held.copied()
-        return self._untouched[1]
+        held = None if is_base or copy is None else copy.held
+        if not (self._copied and self._copied[0] is structure and self._copied[1] is held):
+            found = held or holdings.held_of(structure, None, peers.domains, peers.copies)
+            boxes = dict[int, Sequence[Box]]()
+            for i, leaf in enumerate(structure.leaves):
+                own = {*leaf.boxes_of(jax.process_index())}
+                if others := [box for box in found.boxes(i) if box not in own]:
+                    boxes[i] = others
+            self._copied = structure, held, boxes
+        return self._copied[2]
 
     def is_beyond(self, position: Position | None) -> bool:
         """True if it was told to follow a step after another one, from which it cannot go back."""

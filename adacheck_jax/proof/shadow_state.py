@@ -90,7 +90,6 @@ class ShadowState:
         has_room_for_copy: True if there is room for all of it once more.
         is_lost: True if a step could not be followed, until the next base.
         held: the boxes that it has.
-        copied_boxes: those of them of which other processes are the owners, by leaf index.
         journal: the file that it lies in; None if it lies in this process's memory.
         position: the step that it has.
     """
@@ -108,7 +107,7 @@ class ShadowState:
         peers: Peers | None = None,
     ) -> None:
         self.structure, self.update, self._fold, self.held = structure, update, fold, held
-        self.journal, self._is_there, self.copied_boxes = journal, is_there, held.copied()
+        self.journal, self._is_there = journal, is_there
         # While it passes gates, and the owners whose copies were found bad; digests are of the step
         # that was folded last.
         self._peers, self._is_gated, self._bad = peers, False, frozenset[int]()
@@ -306,6 +305,11 @@ class ShadowState:
         if updates:  # of several processes one alone may store what it found wrong
             after = change.unreplayed.union(after.intersection(change.stored))
         journal, own, passed = self.journal, after - self.update.stored, None
+        records = self.structure.arguments[2]
+        if len(updates) == len(self.structure.bindings) and not all(
+            i in blocks and blocks[i] for i in records if self.held.boxes(i)
+        ):
+            raise UnfitError("a step did not bring all of the record")
         is_alone = self._peers is not None and not self._is_gated
         if journal is None or is_alone or any(i in blocks and blocks[i] for i in own):
             self._replace(step, updates, after)

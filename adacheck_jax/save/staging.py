@@ -97,7 +97,7 @@ class Stager:
         wanted = {*planned.stored, *planned.kept, *planned.spare}
         if planned.is_base:  # of what updates touch it brings all that is here, below
             wanted -= planned.structure.touched
-        seconds = self.seconds(snapshot, wanted)
+        seconds = self.seconds(snapshot, wanted, is_base=planned.is_base)
         copies = host_copies.take_copies(snapshot, planned, seconds, every_replica=every_replica)
         before = tip.staged if tip else None
         parent = None
@@ -145,11 +145,11 @@ class Stager:
         return own, checker.witness(snapshot.arrays, planned.step), copies
 
     def seconds(
-        self, snapshot: Snapshot, wanted: Collection[int]
+        self, snapshot: Snapshot, wanted: Collection[int], *, is_base: bool
     ) -> dict[int, tuple[transfer.Pick, ...]]:
-        """The boxes of other processes of which the shadow keeps copies, of some leaves."""
+        """The boxes of some leaves that other processes own and the shadow takes."""
         structure, arrays = snapshot.structure, snapshot.arrays
-        boxes = self._shadow.copied(structure)
+        boxes = self._shadow.copied(structure, is_base=is_base)
         if not boxes:
             return {}
         if self._seconds is None or self._seconds[0] is not boxes:
@@ -161,7 +161,7 @@ class Stager:
         """The boxes that the shadow holds of a restored state."""
         structure, arrays = snapshot.structure, dict(enumerate(snapshot.arrays))
         untouched = arrays.keys() - structure.touched
-        picks, others = structure.picks, self.seconds(snapshot, untouched)
+        picks, others = structure.picks, self.seconds(snapshot, untouched, is_base=True)
         if others:
             picks = {i: (*own, *others.get(i, ())) for i, own in picks.items()}
         return with_others(snapshot, transfer.stage(arrays, picks), structure.touched)

@@ -118,6 +118,7 @@ class Hosts:
                 each.process.join()
                 each.output.unlink(missing_ok=True)
         self._lines = self._read()
+        self._tell_warnings(name)
         self.tally.kills += 1
         self._note(victim, wipes=kind != "newer" and self._rng.random() < 0.75)
         if kind == "corrupt":
@@ -232,6 +233,15 @@ class Hosts:
         # A whole state that replaces another is on its way: then no file may have a step.
         is_gap = any(not stored[host] for host in left)
         self._expected = 0 if is_gap else known
+
+    def _tell_warnings(self, name: str) -> None:
+        """Notes what no kill explains: a copy that differs, or a process that does not follow."""
+        told = ("keeps no copies", "Nothing can be recovered", "are checked by sample")
+        for own in self._lines:
+            said = (" ".join(words[1:]) for words in own if words[0] == "said")
+            self.tally.failures += [
+                f"{name}: {each}" for each in said if any(words in each for words in told)
+            ]
 
     def _has_begun(self, own: Sequence[Sequence[str]]) -> bool:
         return any(words[0] == "lifted" for words in own)

@@ -12,6 +12,7 @@ line for each of:
     recovered STEP DIGEST, restored STEP DIGEST       where it begins
     state STEP DIGEST                                 a state, before it is recorded or saved
     stored STEP, passed STEP, lifted                  what lies in this host's file, when it does
+    said MESSAGE                                      what the library logs
     over                                              all steps are there
 """
 
@@ -34,6 +35,7 @@ from jax.experimental import multihost_utils
 from jax.sharding import NamedSharding, PartitionSpec
 
 import adacheck_jax as adacheck
+from adacheck_jax.device import transfer
 from adacheck_jax.proof.journal import Journal
 from tests import support
 from tests.campaigns.crashes import compile_once
@@ -109,7 +111,8 @@ def program() -> support.Program:
             "step": jnp.int32(0),
             "noise": jax.random.key_data(jax.random.key(7)),
         }
-        return jax.tree.map(placed, state)
+        key = jax.jit(lambda: jax.random.key(7), out_shardings=whole)()
+        return {**jax.tree.map(placed, state), "key": key}
 
     def train_step(state: Any, data: Any) -> Any:
         x, y = (each.repeat(WIDTH // each.shape[1], 1) for each in data)
@@ -122,14 +125,15 @@ def program() -> support.Program:
         updates, opt_state = chain.update(grads, state["opt_state"], state["params"])
         noise = state["noise"] * jnp.uint32(1664525) + jnp.uint32(1013904223)
         params = optax.apply_updates(state["params"], updates)
-        return {"params": params, "opt_state": opt_state, "step": state["step"] + 1, "noise": noise}
+        step, key = state["step"] + 1, jax.random.fold_in(state["key"], state["step"])
+        return {"params": params, "opt_state": opt_state, "step": step, "noise": noise, "key": key}
 
     return support.Program.of(recorder, begin, train_step)
 
 
 def digest(state: Any) -> str:
     """Digest of a whole state; collective."""
-    whole = multihost_utils.process_allgather(state, tiled=True)
+    whole = multihost_utils.process_allgather(jax.tree.map(transfer.raw, state), tiled=True)
     data = b"".join(each.tobytes() for each in jax.tree.leaves(whole))
     return hashlib.sha256(data).hexdigest()[:16]
 
@@ -140,8 +144,9 @@ def spoil(manager: Any) -> None:
 
     def flip() -> None:
         copy = shadow._state
-        leaf = next(i for i in copy._arrays if i in copy.copied_boxes)
-        block = copy._fold.blocks(leaf)[copy.copied_boxes[leaf][0]]
+        (boxes,) = copy.held.copies.values()
+        leaf = next(i for i in copy._arrays if i in boxes)
+        block = copy._fold.blocks(leaf)[boxes[leaf][0]]
         block.reshape(-1).view("u4")[3] ^= 1
 
     shadow._thread.submit(flip).result()
@@ -151,7 +156,12 @@ def main() -> None:
     """Recovers, and trains."""
     run, reasons = program().run(), list[str]()
     handler = logging.Handler()
-    handler.emit = lambda record: reasons.append(record.getMessage())
+
+    def said(record: logging.LogRecord) -> None:
+        reasons.append(record.getMessage())
+        tell("said", reasons[-1].replace("\n", " "))
+
+    handler.emit = said
     logging.getLogger("adacheck_jax").addHandler(handler)
     is_shared = given.get("shared", False)
     shadow = adacheck.Shadow(
@@ -194,8 +204,6 @@ def main() -> None:
                 manager.wait_until_finished()
         manager.wait_until_finished()
         tell("over")
-    for each in reasons:
-        tell("said", each.replace("\n", " "))
 
 
 main()

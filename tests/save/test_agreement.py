@@ -3,14 +3,18 @@
 from __future__ import annotations
 
 import math
+from types import SimpleNamespace
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from adacheck_jax.device.ownership import share_out
+from adacheck_jax.device.sharding import Layout
 from adacheck_jax.format.boxes import Box, grid
 from adacheck_jax.format.fingerprint import combine
-from adacheck_jax.proof import agreement, peers
+from adacheck_jax.format.manifest import Leaf
+from adacheck_jax.proof import agreement, holdings, peers
 from adacheck_jax.proof.agreement import Choice, Offer, OfferedStep
 from adacheck_jax.proof.holdings import Held, digests_of
 
@@ -159,3 +163,43 @@ def test_a_copy_that_differs_is_told_with_owner_and_holder(at):
     assert peers.judged(reports) == {"sums": [7], "bad": [(0, 1)]}
     late = [first, peers.report({0: 4}, {}, copies, 5)]  # of another step: nothing is known
     assert peers.judged(late) == {"sums": [7], "bad": []}
+
+
+@st.composite
+def layouts(draw: st.DrawFn, processes: int) -> Layout:
+    """A grid of boxes, and the processes that hold each."""
+    shape = draw(st.sampled_from([(4,), (4, 6), (2, 3, 4)]))
+    cuts = tuple((0, *sorted(draw(st.sets(st.integers(1, n - 1), max_size=2))), n) for n in shape)
+    some = st.sets(st.integers(0, processes - 1), min_size=1)
+    held = [tuple(sorted(draw(some))) for _ in grid(cuts)]
+    return Layout(cuts, tuple(held))
+
+
+@given(st.data())
+def test_copies_lie_in_other_domains_with_those_that_have_the_box_anyway(data):
+    processes = data.draw(st.integers(1, 6))
+    domains = data.draw(st.lists(st.sampled_from("abc"), min_size=processes, max_size=processes))
+    held = data.draw(st.lists(layouts(processes), min_size=1, max_size=4))
+    copies = data.draw(st.integers(0, 2))
+    shares = share_out(held, [4] * len(held), frozenset())
+    leaves = [
+        Leaf(f"leaf{n}", tuple(c[-1] for c in s.cuts), "float32", 4, None, s.cuts, s.owners)
+        for n, s in enumerate(shares)
+    ]
+    structure = SimpleNamespace(leaves=leaves, layouts=held, touched=frozenset())
+    found = holdings.parts_of(structure, None, domains, copies)  # pyright: ignore[reportArgumentType]
+    for i, leaf in enumerate(leaves):
+        assert [each.box for each in found if each.leaves == (i,)] == leaf.boxes
+    alone = 0
+    for each in found:
+        (i,), (owner, *others) = each.leaves, each.owners
+        layout = held[i]
+        pairs = zip(grid(layout.cuts), layout.replicas, strict=True)
+        (holders,) = [x for box, x in pairs if box.contains(each.box)]
+        assert owner == dict(zip(leaves[i].boxes, leaves[i].owners, strict=True))[each.box]
+        assert {*each.owners} <= {*holders}
+        assert len({domains[x] for x in each.owners}) == len(each.owners)
+        able = {domains[x] for x in holders} - {domains[owner]}
+        assert len(others) == min(copies, len(able))
+        alone += 4 * each.box.size * (len(others) < copies)
+    assert holdings.unprotected_bytes(structure, found, copies) == alone  # pyright: ignore[reportArgumentType]
