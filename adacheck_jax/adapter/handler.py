@@ -237,7 +237,10 @@ class AdaCheckHandler(ocp.AsyncCheckpointHandler):
     def recover(
         self, root: AnyPath | str, abstract_state: PyTree, *, item: str | None = None
     ) -> tuple[int, PyTree] | None:
-        """The state that a process which was killed on this machine has left in memory.
+        """The state that processes which were killed have left in memory.
+
+        Of several processes all call it, and get the newest step of which all parts lie in files of
+        theirs, wherever a process is now; with copies also that of a machine that is gone.
 
         For the beginning of a run, before its newest step is read from storage::
 

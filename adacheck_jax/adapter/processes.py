@@ -40,7 +40,6 @@ from adacheck_jax import errors
 from adacheck_jax.errors import AdaCheckError, ReplayError, first_line
 from adacheck_jax.format.one_process import OneProcess
 from adacheck_jax.save.attempt import Report
-from adacheck_jax.store.storage.location import AnyPath
 
 _ROOM = "adacheck"
 _REMEMBERED = 1000
@@ -258,6 +257,13 @@ class ServiceExchange:
         kind = ReplayError if isinstance(error, ReplayError) else AdaCheckError
         self._post_error(key, {"error": text + self._loss, "kind": kind.__name__})
 
+    def tell(self, topic: str, report: Report) -> None:
+        """Posts this process's report, or as process 0 the answer, and waits for nobody."""
+        process = self._processes.index
+        with self._service():
+            key = self._report_key(topic, process) if process else self._answer_key(topic)
+            self._post(key, _packed(report))
+
     def reports(self, topic: str) -> Sequence[Report]:
         """The reports of all processes, after they agreed."""
         if topic not in self._gathered:
@@ -351,7 +357,7 @@ class ServiceExchange:
         return f"{self._key}/{topic}/answer"
 
 
-def exchange(directory: AnyPath) -> ServiceExchange | None:
+def exchange(directory: object) -> ServiceExchange | None:
     """This process's exchange about one attempt to save a step; None if there is no other process.
 
     Raises:

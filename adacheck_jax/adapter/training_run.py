@@ -3,7 +3,8 @@
 # Threads: begin, record_step and restore run on the caller's threads, write on Orbax's event loop
 # and the threads of its futures, commit on a thread of the manager's. ``_lock`` guards ``_savers``;
 # while it is held a saver may be made and a root be listed, but no method of a saver is called that
-# takes the saver's own lock. ``restored`` and ``last_save`` are replaced whole.
+# takes the saver's own lock. ``_meeting`` is held while all processes hear of each other, once.
+# ``restored`` and ``last_save`` are replaced whole.
 
 from __future__ import annotations
 
@@ -21,6 +22,8 @@ from etils import epath
 
 from adacheck_jax.adapter import directories, inputs, processes
 from adacheck_jax.adapter.arguments import KEPT, RestoreArgs, RestoreInfo, SaveArgs
+from adacheck_jax.adapter.memory.gate import Neighbours
+from adacheck_jax.adapter.memory.recovery import RecoveringProcesses, found_files
 from adacheck_jax.adapter.reports import Announcer, OnSave, SaveReport, report_of
 from adacheck_jax.adapter.restoring import StepRestorer, resolve, stock_info
 from adacheck_jax.adapter.share_future import ShareFuture
@@ -33,7 +36,6 @@ from adacheck_jax.errors import AdaCheckError, storage_named
 from adacheck_jax.format.manifest import DeltaManifest
 from adacheck_jax.format.one_process import OneProcess
 from adacheck_jax.plan.options import Options
-from adacheck_jax.proof import journal
 from adacheck_jax.proof.journal import FilePlace
 from adacheck_jax.proof.shadow_file import ShadowFileError
 from adacheck_jax.save import commit
@@ -125,6 +127,8 @@ class TrainingRun:
         # Managers, or one manager's saves and restores, may call from several threads.
         self._lock = threading.Lock()
         self._process = OneProcess("AdaCheckHandler")
+        self._meeting, shadow = threading.Lock(), options.shadow
+        self._neighbours = Neighbours(shadow) if shadow and shadow.directory is not None else None
         self._savers: dict[Line, Saver] = {}
         self.stock = StockCheckpoints()
         self._restorer = StepRestorer(self.stock, self._recorders, options.params_path, clock)
@@ -133,6 +137,11 @@ class TrainingRun:
     def has_recorder(self) -> bool:
         """True if it may go on to train."""
         return bool(self._recorders)
+
+    @property
+    def has_memory(self) -> bool:
+        """True if a state may be recovered from memory."""
+        return self._options.shadow_directory is not None
 
     @jax_settings.own()
     def begin(
@@ -298,49 +307,35 @@ class TrainingRun:
     ) -> tuple[int, PyTree] | None:
         """The state that a killed process left in memory; see :meth:`AdaCheckHandler.recover`."""
         self._process.enter()
-        if self._options.shadow_directory is None:
+        if not self.has_memory:
             raise ValueError(
                 "expected a handler whose shadow has a directory, found one without: nothing "
                 "outlives its process. Make it with AdaCheckHandler(..., "
                 'shadow=Shadow(directory="/dev/shm/...")).'
             )
+        there, known = located(str(root)), None
+        peers = RecoveringProcesses(there)
         try:
-            place = self._file_place(located(str(root)), item)
-            line = (located(str(root)), place.item or None)
-            saver = self._saver_of(Place(line, None))
-            step, state = saver.recover(abstract_state, _newest(*line))
+            found = found_files(str(self._options.shadow_directory), _told_root(there), item)
+            name = peers.item(found, item)
+            known = _newest(there, name or None)
+            saver = self._saver_of(Place((there, name or None), None))
+            if jax.process_count() == 1 and not any(each.place.run for each in found):
+                step, state = saver.recover(abstract_state, known)
+            else:
+                step, state = saver.recover_together(abstract_state, known, found, peers)
         except ShadowFileError as error:
             _log.warning(
                 "The state is not recovered from memory (restore it from storage): %s.", error
             )
             return None
+        except BaseException as error:
+            peers.fail(error)
+            raise
+        stored = "no step" if known is None else f"step {known.step}"
+        _log.info("Step %d is recovered from memory; storage has %s.", step, stored)
         self.restored = RestoreInfo(step, 0, (), 0.0)
         return step, state
-
-    def _file_place(self, root: AnyPath, item: str | None) -> FilePlace:
-        """The place of the file that has the states of a line.
-
-        Raises:
-            ShadowFileError: there is none.
-        """
-        directory, wanted = str(self._options.shadow_directory), _told_root(root)
-        if jax.process_count() > 1:
-            raise ShadowFileError("each of several processes may have another step")
-        every = journal.places_in(directory)
-        found = [x for x in every if x.root == wanted and item in (None, x.item)]
-        if not found:
-            others = ", ".join(
-                sorted(f"{x.root} (item {x.item!r})" if x.item else x.root for x in every)
-            )
-            told = f"; there are some of {others}" if others else ""
-            named = "" if item is None else f" of item {item!r}"
-            raise ShadowFileError(f"{directory} has no states{named} of {wanted}{told}")
-        if len(found) > 1:
-            raise ValueError(
-                f"expected the states of one item in {directory}, found those of "
-                f"{', '.join(sorted(each.item for each in found))}. Name one of them (item=...)."
-            )
-        return found[0]
 
     def note_stock(self, directory: AnyPath) -> None:
         """Note that a step was restored that stock Orbax saved: the next save is a base."""
@@ -360,15 +355,22 @@ class TrainingRun:
 
     def _saver_of(self, place: Place) -> Saver:
         """The saver of a line of steps; a run may have several items and managers."""
+        file, peers = None, None
+        if (
+            shadow := self._options.shadow_directory
+        ) is not None and place.line not in self._savers:
+            root, item = place.line
+            file = FilePlace(str(shadow), _told_root(root), item or "")
+            if self._neighbours is not None and jax.process_count() > 1:
+                with self._meeting:
+                    peers = self._neighbours.of(f"{root} {item}")
+                file = file.of(peers)
         with self._lock:
             if place.line not in self._savers:
                 root, item = place.line
-                shadow = self._options.shadow_directory
-                file = None
-                if shadow is not None and jax.process_count() == 1:
-                    file = FilePlace(str(shadow), _told_root(root), item or "")
                 self._savers[place.line] = Saver(
-                    *(self._recorders, self._options, self._clock, file), keeps=self.keeps_refused
+                    *(self._recorders, self._options, self._clock, file, peers),
+                    keeps=self.keeps_refused,
                 )
                 self._learn_parents(*place.line)
             return self._savers[place.line]

@@ -207,6 +207,32 @@ class Joined(Mapping[int, Blocks]):
         return len(self._group)
 
 
+class Merged(Mapping[int, Blocks]):
+    """Boxes of arrays, with further boxes of some of them that are staged apart.
+
+    Args:
+        blocks: boxes of all arrays.
+        others: further boxes.
+    """
+
+    def __init__(self, blocks: Mapping[int, Blocks], others: Mapping[int, Blocks]) -> None:
+        self._blocks, self._others = blocks, others
+        self._indices = {**dict.fromkeys(blocks), **dict.fromkeys(others)}
+
+    def __getitem__(self, index: int) -> Blocks:
+        found = self._blocks.get(index, {})
+        return {**found, **self._others[index]} if index in self._others else found
+
+    def __contains__(self, index: object) -> bool:
+        return index in self._indices
+
+    def __iter__(self) -> Iterator[int]:
+        return iter(self._indices)
+
+    def __len__(self) -> int:
+        return len(self._indices)
+
+
 def stage(arrays: Mapping[int, Any], picks: Mapping[int, Sequence[Pick]]) -> Staged:
     """Brings boxes of several arrays to the host; the arrays may be donated when this returns."""
     return Staged(arrays, picks).wait()

@@ -34,7 +34,13 @@ class Shadow:
             lies in a file: a process that is killed and started again here gets its state back
             without reading storage (:meth:`AdaCheckHandler.recover`). It is made if it is not
             there, and the file stays when training ends: remove the directory then. The file holds
-            a whole state and two records. Without effect in jobs of several processes.
+            a whole state and two records; each of several processes has a file of its own, with
+            what it writes of a base, and copies.
+        copies: number of other failure domains in whose memory what a process writes of a base is
+            kept too, where devices of theirs hold it anyway (data parallelism) and where there are
+            so many; 0 for none. What lies on devices of one domain alone has no copy.
+        domain: name of the failure domain of this process; processes of one name are lost
+            together. None for its machine, or for the slice of its devices where there are several.
         background_bases: True to turn saved deltas into bases in the background, from the shadow,
             so that the loop writes the first base alone. It does so with a policy as
             ``max_deltas``, where files can be hard-linked and each process has memory for two
@@ -45,13 +51,15 @@ class Shadow:
             memory: it follows every update that can be replayed, and makes no bases.
 
     Raises:
-        ValueError: ``bytes`` is not positive, ``directory`` is no directory of this machine,
-            another value is not True or False, or a copy on the devices has ``bytes`` or a
-            ``directory``.
+        ValueError: ``bytes`` is not positive, ``copies`` negative, ``domain`` no name,
+            ``directory`` no directory of this machine, another value is not True or False, or a
+            copy on the devices has ``bytes`` or a ``directory``.
     """
 
     bytes: int | None = None
     directory: AnyPath | str | None = None
+    copies: int = 1
+    domain: str | None = None
     background_bases: bool = True
     on_devices: bool = False
 
@@ -67,6 +75,12 @@ class Shadow:
                 raise ValueError(
                     f"expected Shadow({name}=...) to be True or False, found {value!r}"
                 )
+        if not isinstance(self.copies, int) or isinstance(self.copies, bool) or self.copies < 0:
+            raise ValueError(
+                f"expected Shadow(copies=...) to be an int >= 0, found {self.copies!r}"
+            )
+        if not isinstance(self.domain, str | None):
+            raise ValueError(f"expected Shadow(domain=...) to be a name, found {self.domain!r}")
         is_path = isinstance(directory, str) or hasattr(directory, "__fspath__")
         if directory is not None and (not is_path or not str(directory) or "://" in str(directory)):
             raise ValueError(

@@ -11,14 +11,18 @@ number, its fingerprints, the numbers that the update takes, and where all of it
 
 What is put over the copy as it lies (a base; leaves that replay gets wrong) has no such order: the
 header says first that there is no step, and then that there is one.
+
+Of several processes each has a file, with the boxes that it holds (``holdings``). There a step has
+three headers: it is stored; it has passed the gate (``peers``), with the fingerprints of all
+processes; it is folded. Until the fold of a step begins the file can go back to the one before it.
 """
 
 from __future__ import annotations
 
 import hashlib
-import math
+import json
 from collections.abc import Collection, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -26,18 +30,22 @@ import jax
 import numpy as np
 
 from adacheck_jax.format.boxes import Blocks, Box
+from adacheck_jax.proof.agreement import Offer, OfferedStep
+from adacheck_jax.proof.holdings import Held
+from adacheck_jax.proof.peers import Peers
 from adacheck_jax.proof.shadow_file import (
     SUFFIX,
     ShadowFile,
     ShadowFileError,
     peek,
+    remove_unused,
 )
 from adacheck_jax.state.exported_update import ExportedUpdate
 from adacheck_jax.state.snapshot import Structure
 from adacheck_jax.update import program as update_program
-from adacheck_jax.update.elements.host_fold import HostFold
+from adacheck_jax.update.elements.host_fold import HostFold, fill
 
-_FORMAT = 1
+_FORMAT = 2
 _DESCRIPTION_BYTES = 1 << 14
 _LEAF_HEADER_BYTES = 128
 """Bytes of a leaf in a header, at most: a fingerprint, and a number of 16 bytes in hexadecimal."""
@@ -53,23 +61,67 @@ class FilePlace:
         directory: path of its directory.
         root: the root of the steps that the state belongs to, without symbolic links.
         item: name of the item in each step; empty if a step has none.
+        run: name of the run of several processes; empty for a process alone.
+        process: index of the process that writes it, in that run.
+        count: number of its processes.
     """
 
     directory: str
     root: str
     item: str
+    run: str = ""
+    process: int = 0
+    count: int = 1
 
     @property
     def path(self) -> Path:
-        """Path of the file; each process has its own."""
-        return Path(self.directory, f"{self.item or 'state'}.{jax.process_index()}{SUFFIX}")
+        """Path of the file; each process of each run has its own."""
+        run = f"{self.run[:12]}." if self.run else ""
+        return Path(self.directory, f"{self.item or 'state'}.{run}{self.process}{SUFFIX}")
+
+    def of(self, peers: Peers | None) -> FilePlace:
+        """The place of this process's file in a run."""
+        if peers is None:
+            return self
+        count = len(peers.domains)
+        return replace(self, run=peers.run, process=jax.process_index(), count=count)
 
 
-def places_in(directory: str) -> list[FilePlace]:
-    """The places of the files of this process in a directory, as the files tell them."""
-    paths = sorted(Path(directory).glob(f"*.{jax.process_index()}{SUFFIX}"))
-    found = map(peek, paths)
-    return [FilePlace(directory, each["root"], each["item"]) for each in found if each]
+@dataclass(frozen=True, slots=True)
+class FoundFile:
+    """A file in a directory, as it tells of itself.
+
+    Attributes:
+        place: its place.
+        held: the boxes in it; None for all of a process alone.
+    """
+
+    place: FilePlace
+    held: Held | None
+
+
+def files_in(directory: str) -> list[FoundFile]:
+    """The files in a directory, of all runs and processes."""
+    found = list[FoundFile]()
+    for path in sorted(Path(directory).glob(f"*{SUFFIX}")):
+        if (told := peek(path)) and told.get("format") == _FORMAT:
+            place = FilePlace(directory, *(told[name] for name in _PLACE))
+            if place.path == path:
+                held = None if told["held"] is None else Held.of_json(told["held"])
+                found.append(FoundFile(place, held))
+    return found
+
+
+def remove_others(place: FilePlace) -> bool:
+    """Removes what earlier runs of the same steps have left beside a file; True if there was any.
+
+    What a process has is left.
+    """
+    others = [each.place for each in files_in(place.directory)]
+    own = place.root, place.item
+    earlier = [x for x in others if (x.root, x.item) == own and x.run != place.run]
+    removed = [each for each in earlier if remove_unused(each.path)]
+    return bool(removed)
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,13 +130,16 @@ class Found:
 
     Attributes:
         step: its number.
-        arrays: each leaf that has elements, by leaf index: views of the file.
-        sums: the fingerprint of each leaf.
+        blocks: boxes of each leaf that has elements, by leaf index: views of the file.
+        sums: the fingerprint of each leaf, or what the file's process contributes to it.
+        folded: fingerprints of the boxes, by position of the leaf's box in the file, as they were
+            when they had been folded; None if they are not known.
     """
 
     step: int
-    arrays: Mapping[int, np.ndarray]
+    blocks: Mapping[int, Blocks]
     sums: Sequence[int]
+    folded: Mapping[str, Sequence[int]] | None = None
 
 
 class Journal:
@@ -94,25 +149,43 @@ class Journal:
     """
 
     def __init__(
-        self, place: FilePlace, structure: Structure, update: ExportedUpdate, fold: HostFold
+        self,
+        place: FilePlace,
+        structure: Structure,
+        update: ExportedUpdate,
+        fold: HostFold,
+        held: Held,
     ) -> None:
-        self._place, self._structure, self._fold = place, structure, fold
-        self._digest = update.digest
+        self.place, self._structure, self._fold = place, structure, fold
+        self._digest, self._held = update.digest, held
         # A leaf that the update passes through is received, and the copy has it too.
         self._put_after = sorted(i for i in update.stored if fold.holds(i))
-        self._places: dict[int, int] = {}
+        self._places: dict[int, list[tuple[Box, int]]] = {}
         own_bytes = 0
         for i, leaf in enumerate(structure.leaves):
             if leaf.nbytes and (i in update.stored or not fold.holds(i)):
-                self._places[i] = own_bytes
-                own_bytes += -(-leaf.nbytes // _ALIGNMENT_BYTES) * _ALIGNMENT_BYTES
+                self._places[i] = []
+                for box in held.boxes(i):
+                    self._places[i].append((box, own_bytes))
+                    nbytes = box.size * leaf.itemsize_bytes
+                    own_bytes += -(-nbytes // _ALIGNMENT_BYTES) * _ALIGNMENT_BYTES
         self._own_bytes = own_bytes
+        self._told_held = held.to_json() if place.run else None
         numbers_bytes = 2 * sum(x.nbytes for x in fold.scalars.values())
+        boxes_bytes = len(json.dumps(self._told_held))
         header_bytes = 1024 + numbers_bytes + _LEAF_HEADER_BYTES * len(structure.leaves)
+        if place.run:
+            header_bytes += boxes_bytes + 2 * _LEAF_HEADER_BYTES * len(structure.leaves)
         # The copy may begin at any multiple of its alignment.
         data_bytes = 2 * own_bytes + fold.size_bytes(twice=True) + _ALIGNMENT_BYTES
-        self.file = ShadowFile(place.path, _DESCRIPTION_BYTES, header_bytes, data_bytes)
+        description_bytes = _DESCRIPTION_BYTES + boxes_bytes
+        self.file = ShadowFile(place.path, description_bytes, header_bytes, data_bytes)
         self._number = 0
+
+    @property
+    def received(self) -> Collection[int]:
+        """The leaves that are stored as each step brings them."""
+        return self._places.keys()
 
     def create(self) -> None:
         """Make the file; it holds no step.
@@ -128,7 +201,7 @@ class Journal:
         Raises:
             ShadowFileError: there is none, or it is of something else.
         """
-        found, own = self.file.open(), self._description()
+        found, own = self.file.open(), json.loads(json.dumps(self._description()))
         for name, value in own.items():
             if found.get(name) != value:
                 self.file.close()
@@ -150,9 +223,9 @@ class Journal:
         ]
         return {
             "format": _FORMAT,
-            "boot": _boot(),
-            "root": self._place.root,
-            "item": self._place.item,
+            "boot": boot(),
+            **{name: getattr(self.place, name) for name in _PLACE},
+            "held": self._told_held,
             "leaves": _digest_of(repr(leaves)),
             "update": self._digest,
             "settings": update_program.environment(),
@@ -170,31 +243,49 @@ class Journal:
 
     def receive(self, taken: Collection[int], blocks: Mapping[int, Blocks]) -> None:
         """Store what a step brings beside that of the step before."""
-        before = {i: self._own(i) for i in self._places}
+        before = {i: self.own(i) for i in self._places}
         brought = [i for i in taken if blocks.get(i)]
         self._fold.turn(frozenset(taken).difference(brought))
         for i in brought:
             self._fold.put(i, blocks[i])
         for i, old in before.items():
-            new = self._own(i)
-            if blocks.get(i):
-                for box, block in blocks[i].items():
-                    new[box.slices] = block
-            else:
-                new[...] = old
+            brings = blocks.get(i)
+            for box, new in self.own(i).items():
+                if brings:
+                    fill(new, box, brings)
+                else:
+                    new[...] = old[box]
 
-    def begin(self, step: int, updates: Sequence[int], sums: Mapping[int, int]) -> None:
-        """Say that all is there of a step, but for what its updates compute."""
+    def begin(
+        self,
+        step: int,
+        updates: Sequence[int],
+        sums: Mapping[int, int],
+        passed: Sequence[int] | None = None,
+        folded: Mapping[str, Sequence[int]] | None = None,
+        bad: Collection[int] = (),
+    ) -> None:
+        """Say that all is there of a step, but for what its updates compute.
+
+        Args:
+            step: its number.
+            updates: positions of the recorders whose update is still to be folded.
+            sums: fingerprints, or this process's contributions to them.
+            passed: the fingerprints, once all processes have stored the step.
+            folded: fingerprints of the boxes, once the step is folded.
+            bad: owners of the copies that were found bad.
+        """
         numbers = {str(i): x.tobytes().hex() for i, x in self._fold.scalars.items()}
-        self._write(
-            {
-                "step": step,
-                "updates": [*updates],
-                "place": self._fold.place,
-                "numbers": numbers,
-                "sums": [sums.get(i, 0) for i in range(len(self._structure.leaves))],
-            }
-        )
+        header: dict[str, Any] = {
+            "step": step,
+            "updates": [*updates],
+            "place": self._fold.place,
+            "numbers": numbers,
+            "sums": [sums.get(i, 0) for i in range(len(self._structure.leaves))],
+        }
+        if self.place.run:
+            header |= {"passed": passed, "folded": folded, "bad": [*bad]}
+        self._write(header)
 
     def note(self, count: int) -> None:
         """Say how many chunks of the update are complete."""
@@ -205,11 +296,28 @@ class Journal:
         self.file.write_header(self._number, header)
         self.note(0)
 
-    def resume(self) -> Found:
-        """Go on where the process that left the file was stopped; the copy has the memory.
+    def offer(self) -> Offer:
+        """What the file holds, and the steps that it may be brought to.
 
         Raises:
             ShadowFileError: the file holds no whole step.
+        """
+        steps = dict[int, OfferedStep]()
+        for header in self._headers():
+            passed = header.get("passed")
+            sums = None if passed is None else tuple(passed)
+            own, bad = tuple(header["sums"]), tuple(header.get("bad", ()))
+            if not self.place.run:
+                sums = own
+            steps.setdefault(header["step"], OfferedStep(header["step"], sums, own, bad))
+        place = self.place
+        return Offer(place.run, place.process, place.count, self._held, tuple(steps.values()))
+
+    def _headers(self) -> list[Mapping[str, Any]]:
+        """The headers of the steps that the file may be brought to, the newest first.
+
+        Raises:
+            ShadowFileError: there is none.
         """
         path, headers = self.file.path, self.file.headers()
         if not headers:
@@ -220,6 +328,26 @@ class Journal:
             raise ShadowFileError(f"{path}: its process ended while it took a whole state")
         if number not in (self._number, self._number - 1):
             raise ShadowFileError(f"{path}: its last header is damaged")
+        has_begun = number == self._number and done > 0
+        if has_begun or not self.place.run:
+            return [header]
+        older = (each for each in headers[1:] if each["step"] is not None)
+        return [header, *(each for each in older if not each["updates"])]
+
+    def resume(self, step: int | None = None) -> Found:
+        """Go on where the process that left the file was stopped; the copy has the memory.
+
+        Args:
+            step: the step to bring it to, of those that it offers; None for the newest.
+
+        Raises:
+            ShadowFileError: the file holds no whole step, or not that one.
+        """
+        every = self._headers()
+        header = next((x for x in every if step in (None, x["step"])), None)
+        if header is None:
+            raise ShadowFileError(f"{self.file.path}: expected step {step}, found another")
+        number, done = divmod(self.file.word, 1 << _DONE_BITS)
         fold = self._fold
         fold.go_to(*header["place"])
         for i, number_of in header["numbers"].items():
@@ -230,32 +358,39 @@ class Journal:
             begin = done if number == self._number else 0
             fold.advance(header["updates"], begin, self.note)
         for i in self._put_after:
-            fold.put(i, {Box.full(self._structure.leaves[i].shape): self._own(i)})
-        return Found(header["step"], self._arrays(), header["sums"])
+            fold.put(i, self.own(i))
+        return Found(header["step"], self._blocks(), header["sums"], header.get("folded"))
 
-    def _arrays(self) -> Mapping[int, np.ndarray]:
-        found = {i: self._own(i) for i in self._places}
+    def _blocks(self) -> Mapping[int, Blocks]:
+        """All boxes that the file holds for sure."""
+        found = {i: self.own(i) for i in self._places}
         for i, leaf in enumerate(self._structure.leaves):
-            if leaf.nbytes and i not in found:
-                (found[i],) = self._fold.blocks(i).values()
+            if leaf.nbytes and i not in found and self._held.boxes(i):
+                found[i] = self._fold.blocks(i)
         return found
 
-    def _own(self, leaf: int) -> np.ndarray:
+    def own(self, leaf: int) -> Blocks:
         """A leaf as the step brought it."""
-        described = self._structure.leaves[leaf]
-        dtype = jax.numpy.dtype(described.dtype)
-        start = self._places[leaf] + self._fold.place[1] * self._own_bytes
-        size_bytes = math.prod(described.shape) * dtype.itemsize
-        memory = self.file.data[start : start + size_bytes]
-        return memory.view(dtype).reshape(described.shape)
+        dtype, found = jax.numpy.dtype(self._structure.leaves[leaf].dtype), dict[Box, np.ndarray]()
+        for box, offset in self._places[leaf]:
+            start = offset + self._fold.place[1] * self._own_bytes
+            memory = self.file.data[start : start + box.size * dtype.itemsize]
+            found[box] = memory.view(dtype).reshape(box.shape)
+        return found
 
 
+_PLACE = ("root", "item", "run", "process", "count")
+"""Attributes of a place that its file tells."""
 _TOLD = {
     "format": "another version of this library wrote it",
     "boot": "the machine was started anew since",
     "root": "it belongs to another root",
     "item": "it belongs to another item",
     "leaves": "its state has other leaves",
+    "run": "another run wrote it",
+    "process": "another process wrote it",
+    "count": "a run of another number of processes wrote it",
+    "held": "it has other boxes",
     "update": "its update is another one",
     "settings": "its process had other settings of arithmetic",
     "layout": "its elements lie in another order",
@@ -266,7 +401,7 @@ def _digest_of(text: str) -> str:
     return hashlib.sha256(text.encode()).hexdigest()
 
 
-def _boot() -> str:
+def boot() -> str:
     """A name of this start of the machine; empty where the system does not say."""
     try:
         return Path("/proc/sys/kernel/random/boot_id").read_text().strip()

@@ -15,13 +15,19 @@ Other systems keep such a replica for recovery alone (LowDiff+, AdaCheck); none 
 
 from __future__ import annotations
 
+import dataclasses
 import logging
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 
-from adacheck_jax.format.boxes import Blocks
+import jax
+
+from adacheck_jax.format.boxes import Blocks, Box
+from adacheck_jax.proof import holdings
 from adacheck_jax.proof.free_memory import free_bytes
-from adacheck_jax.proof.journal import FilePlace, Found, Journal
+from adacheck_jax.proof.holdings import Held
+from adacheck_jax.proof.journal import FilePlace, Found, Journal, remove_others
+from adacheck_jax.proof.peers import Peers
 from adacheck_jax.proof.shadow_file import ShadowFileError
 from adacheck_jax.proof.shadow_state import (
     Position,
@@ -34,6 +40,7 @@ from adacheck_jax.proof.shadow_state import (
 from adacheck_jax.state.exported_update import ExportedUpdate
 from adacheck_jax.state.snapshot import Structure
 from adacheck_jax.update import program as update_program
+from adacheck_jax.update.elements.host_fold import HostFold
 
 _log = logging.getLogger(__name__)
 
@@ -49,8 +56,11 @@ class ShadowThread:
     the processes of a machine. With 0 there is none. Without a place it lies in no file.
     """
 
-    def __init__(self, most_bytes: int | None, place: FilePlace | None = None) -> None:
-        self._most_bytes, self._place = most_bytes, place
+    def __init__(
+        self, most_bytes: int | None, place: FilePlace | None = None, peers: Peers | None = None
+    ) -> None:
+        self._most_bytes, self._place, self._peers = most_bytes, place, peers
+        self._copied: tuple[Structure, Held | None, Mapping[int, Sequence[Box]]] | None = None
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="adacheck_shadow")
         self._state: ShadowState | None = None
         self._refused: tuple[Structure, ExportedUpdate] | None = None
@@ -71,23 +81,75 @@ class ShadowThread:
         not gone on from.
         """
         copy = self._state
-        if is_restored and self._follows_saves and copy is not None and not copy.is_lost:
+        stays = self._peers is not None or (copy is not None and not copy.is_lost)
+        if is_restored and self._follows_saves and stays:  # several processes have to do alike
             return
         self._follows_saves = not is_restored
+        if self._peers is not None:
+            self._peers.gate.end()  # nobody need come to the steps before
         if copy is None or copy.structure is not structure or copy.update is not update:
             copy = self._state = self._made(structure, update)
         self._told = begun.own
         if copy is not None:
             copy.is_lost = False
             self._thread.submit(copy.load, begun)
+        else:
+            self._miss(begun.number)
+
+    def miss(self, step: int, *, is_restored: bool) -> None:
+        """Takes no state from a step that :meth:`start` might have taken, and tells the others."""
+        if not (is_restored and self._follows_saves):
+            self._miss(step)
+
+    def _miss(self, step: int) -> None:
+        if (peers := self._peers) is not None:
+            self._thread.submit(peers.gate.begin, step)
+            self._refuse(step)
 
     def follow(self, step: ShadowStep) -> Proof | None:
         """Folds a step, in the background; None where there is no shadow."""
         copy = self._state
+        if self._peers is not None:
+            self._follows_saves = True
         if copy is None or copy.is_lost:
+            self._refuse(step.number)
             return None
         self._told, self._follows_saves = step.own, True
-        return Proof(self, step.own, lambda change: self._thread.submit(copy.follow, step, change))
+
+        def follow(change: StepChange | None) -> _Sums:
+            if change is None:
+                self._refuse(step.number)
+                nothing: _Sums = Future()
+                nothing.set_result(None)
+                return nothing
+            return self._thread.submit(copy.follow, step, change)
+
+        return Proof(self, step.own, follow)
+
+    def _refuse(self, step: int) -> None:
+        """Tells the other processes that this one does not follow a step."""
+        if (peers := self._peers) is not None:
+            self._thread.submit(peers.gate.refuse, step, "it has no copy of the state in memory")
+
+    def copied(self, structure: Structure, *, is_base: bool) -> Mapping[int, Sequence[Box]]:
+        """The boxes that this process does not own and that the shadow takes of a step.
+
+        Of a base those of what no update touches: it is not known yet how the update takes the
+        state apart. A step after it may have another structure than the base, which lies alike.
+        """
+        copy, peers = self._state, self._peers
+        if peers is None:
+            return {}
+        held = None if is_base or copy is None else copy.held
+        if not (self._copied and self._copied[0] is structure and self._copied[1] is held):
+            found = held or holdings.held_of(structure, None, peers.domains, peers.copies)
+            boxes = dict[int, Sequence[Box]]()
+            for i, leaf in enumerate(structure.leaves):
+                own = {*leaf.boxes_of(jax.process_index())}
+                if others := [box for box in found.boxes(i) if box not in own]:
+                    boxes[i] = others
+            self._copied = structure, held, boxes
+        return self._copied[2]
 
     def is_beyond(self, position: Position | None) -> bool:
         """True if it was told to follow a step after another one, from which it cannot go back."""
@@ -129,14 +191,10 @@ class ShadowThread:
             ShadowFileError: there is none, or none that can be taken.
         """
         self.close()
-        found = fold_of(structure, update, is_kept=True)
-        if isinstance(found, str):
-            raise ShadowFileError(found or "the update cannot be computed from the shadow")
         assert self._place is not None
-        journal = Journal(self._place, structure, update, found)
-        journal.open()
+        journal, fold, held = opened(self._place, structure, update)
         most_bytes = self._most(journal)
-        copy = ShadowState(structure, update, found, journal, most_bytes, is_there=True)
+        copy = ShadowState(structure, update, fold, held, journal, most_bytes, is_there=True)
         try:
             state = copy.resume()
         except BaseException:
@@ -154,6 +212,8 @@ class ShadowThread:
     def close(self) -> None:
         """Lets go of the file, which stays; follows no more until the next base."""
         copy = self._state
+        if self._peers is not None:
+            self._peers.gate.end()
         if copy is not None and copy.journal is not None:
             self._state = None
             self._thread.submit(copy.close).result()
@@ -163,34 +223,89 @@ class ShadowThread:
             return None
         self.close()
         self._refused = (structure, update)
-        place, found = self._place, fold_of(structure, update, is_kept=self._place is not None)
+        place, peers = self._place, self._peers
         # Who wants to recover from it has to know that there is none.
         level, recovers = logging.INFO, ""
         if place is not None:
             level, recovers = logging.WARNING, ", and nothing can be recovered from memory"
-        if isinstance(found, str):
-            if found:
-                _log.log(level, "No host copy of the state follows%s: %s.", recovers, found)
-            return None
-        journal = None if place is None else Journal(place, structure, update, found)
-        size_bytes = size_of(found, journal)
-        most_bytes = self._most(journal)
-        if size_bytes > most_bytes:
-            _log.log(
-                level,
-                "Deltas are checked by sample%s: a copy of the state in host memory takes %d MiB, "
-                "and may take %d: Shadow(bytes=...).",
-                *(recovers, size_bytes >> 20, most_bytes >> 20),
+        size_bytes = wanted_bytes = most_bytes = 0
+        without = None if peers is None else dataclasses.replace(peers, copies=0)
+        for each in (peers, without) if peers is not None and peers.copies else (peers,):
+            found = fold_of(structure, update, peers=each, is_kept=place is not None)
+            if isinstance(found, str):
+                if found:
+                    _log.log(level, "No host copy of the state follows%s: %s.", recovers, found)
+                return None
+            fold, held = found
+            journal = None if place is None else Journal(place, structure, update, fold, held)
+            size_bytes, most_bytes = size_of(fold, journal), self._most(journal)
+            if size_bytes > most_bytes and journal is not None and remove_others(journal.place):
+                most_bytes = self._most(journal)  # what was recovered from took it
+            if size_bytes <= most_bytes:
+                self._tell_copies(structure, update, held, wanted_bytes, most_bytes)
+                self._refused = None
+                return ShadowState(
+                    structure, update, fold, held, journal, most_bytes, peers=self._peers
+                )
+            wanted_bytes = max(size_bytes, wanted_bytes)
+        _log.log(
+            level,
+            "Deltas are checked by sample%s: a copy of the state in host memory takes %d MiB, "
+            "and may take %d: Shadow(bytes=...).",
+            *(recovers, size_bytes >> 20, most_bytes >> 20),
+        )
+        return None
+
+    def _tell_copies(
+        self,
+        structure: Structure,
+        update: ExportedUpdate,
+        held: Held,
+        wanted_bytes: int,
+        most_bytes: int,
+    ) -> None:
+        """Tells what would not survive the loss of a failure domain."""
+        peers = self._peers
+        if peers is None or not peers.copies:
+            return
+        if wanted_bytes and not held.copies:
+            _log.warning(
+                "No copies of other processes' state are kept in memory: with them it takes %d "
+                "MiB, and may take %d: Shadow(bytes=...).",
+                *(wanted_bytes >> 20, most_bytes >> 20),
             )
-            return None
-        self._refused = None
-        return ShadowState(structure, update, found, journal, most_bytes)
+        parts = holdings.parts_of(structure, update.pieces, peers.domains, peers.copies)
+        alone_bytes = holdings.unprotected_bytes(structure, parts, peers.copies)
+        if alone_bytes and jax.process_index() == 0:
+            _log.warning(
+                "Too few failure domains hold %.1f MiB of %.1f of the state for %d copies in the "
+                "memory of others: if one is lost, storage serves. Shadow(copies=0) keeps none.",
+                alone_bytes / 2**20,
+                sum(each.nbytes for each in structure.leaves) / 2**20,
+                peers.copies,
+            )
 
     def _most(self, journal: Journal | None) -> int:
         """Host memory that may be taken; what the file has already is free to it."""
         if self._most_bytes is not None:
             return self._most_bytes
         return (free_bytes() + (journal.file.found_bytes if journal else 0)) // 2
+
+
+def opened(
+    place: FilePlace, structure: Structure, update: ExportedUpdate, held: Held | None = None
+) -> tuple[Journal, HostFold, Held]:
+    """Takes a file that another process has left; all that is ``held`` in it.
+
+    Raises:
+        ShadowFileError: there is none that can be taken; the message says why.
+    """
+    found = fold_of(structure, update, held or holdings.whole(structure), is_kept=True)
+    if isinstance(found, str):
+        raise ShadowFileError(found or "the update cannot be computed from the shadow")
+    journal = Journal(place, structure, update, *found)
+    journal.open()
+    return journal, *found
 
 
 class Proof:
@@ -200,7 +315,7 @@ class Proof:
     """
 
     def __init__(
-        self, shadow: ShadowThread, own: Position, follow: Callable[[StepChange], _Sums]
+        self, shadow: ShadowThread, own: Position, follow: Callable[[StepChange | None], _Sums]
     ) -> None:
         self._shadow, self._own, self._follow = shadow, own, follow
         self._found: _Sums | None = None
@@ -231,9 +346,11 @@ class Proof:
         return None if self._found is None else self._found.result()
 
     def end(self) -> None:
-        """Tells who waits for copies that there are none, if the step was not followed."""
+        """Tells who waits for it, if the step was not followed."""
         if self._copies is not None:
             self._copies[1].set_result(None)
+        if self._found is None:
+            self._found = self._follow(None)
 
     def is_trusted(self) -> bool:
         """False if a difference may be the arithmetic of the host: on any platform but the CPU.

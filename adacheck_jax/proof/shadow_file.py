@@ -176,9 +176,21 @@ def peek(path: Path) -> Mapping[str, Any] | None:
     """The description at the beginning of a file; None if there is none."""
     try:
         with path.open("rb") as file:
-            return _found(file.read(_PEEKED_BYTES))
+            begin = file.read(_PEEKED_BYTES)
+            length = int.from_bytes(begin[_CHECKSUM_BYTES:_PLAIN_BYTES], "little")
+            more = length + _PLAIN_BYTES - len(begin)
+            return _found(begin + file.read(min(max(more, 0), path.stat().st_size)))
     except OSError:
         return None
+
+
+def remove_unused(path: Path) -> bool:
+    """Removes a file, unless a process has it; True if it is gone."""
+    with contextlib.suppress(OSError), path.open("rb") as file:
+        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        path.unlink()
+        return True
+    return False
 
 
 def _pages(size_bytes: int) -> int:

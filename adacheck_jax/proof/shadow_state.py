@@ -19,12 +19,14 @@ from adacheck_jax.device.background import in_background
 from adacheck_jax.format.boxes import Blocks, Box
 from adacheck_jax.format.byte_loops import Fingerprints, fingerprint_of
 from adacheck_jax.format.fingerprint import combine
-from adacheck_jax.proof.journal import Found, Journal
+from adacheck_jax.proof import holdings
+from adacheck_jax.proof.holdings import Held
+from adacheck_jax.proof.journal import Found, Journal, remove_others
+from adacheck_jax.proof.peers import Peers, judged, report
 from adacheck_jax.proof.shadow_file import ShadowFileError
 from adacheck_jax.state.exported_update import ExportedUpdate
 from adacheck_jax.state.snapshot import Structure
 from adacheck_jax.update.elements.host_fold import HostFold, UnfitError
-from adacheck_jax.update.elements.pieces import Pieces
 from adacheck_jax.update.elements.sample_sites import WHOLE_ELEMENTS
 
 _log = logging.getLogger(__name__)
@@ -87,6 +89,7 @@ class ShadowState:
         update: its exported update.
         has_room_for_copy: True if there is room for all of it once more.
         is_lost: True if a step could not be followed, until the next base.
+        held: the boxes that it has.
         journal: the file that it lies in; None if it lies in this process's memory.
         position: the step that it has.
     """
@@ -96,13 +99,20 @@ class ShadowState:
         structure: Structure,
         update: ExportedUpdate,
         fold: HostFold,
+        held: Held,
         journal: Journal | None,
         most_bytes: int,
         *,
         is_there: bool = False,
+        peers: Peers | None = None,
     ) -> None:
-        self.structure, self.update, self._fold = structure, update, fold
+        self.structure, self.update, self._fold, self.held = structure, update, fold, held
         self.journal, self._is_there = journal, is_there
+        # While it passes gates, and the owners whose copies were found bad; digests are of the step
+        # that was folded last.
+        self._peers, self._is_gated, self._bad = peers, False, frozenset[int]()
+        self._folded: tuple[int, dict[tuple[int, Box], int]] | None = None
+        self._received: dict[str, list[int]] = {}
         self.has_room_for_copy = size_of(fold, journal) + fold.size_bytes() <= most_bytes
         self.is_lost = False
         self.position: Position | None = None
@@ -110,17 +120,22 @@ class ShadowState:
         assert pieces is not None
         self._taken = [i for i in pieces.leaves if i not in pieces.computed]
         self._compared = sorted(pieces.computed - update.stored)
-        self._tellers = _tellers_of(structure, pieces)
+        self._tellers = holdings.tellers_of(structure, pieces)
         process = jax.process_index()
         self._scalars = [i for i in self._compared if self._tellers.get(i) == process]
         self._arrays = [i for i in self._compared if structure.leaves[i].shape]
-        self._fingerprints: dict[bool, tuple[list[int], Fingerprints]] = {}
+        self._fingerprints: dict[bool, tuple[list[tuple[int, Box]], Fingerprints]] = {}
         self._compiled = in_background(self._compile)
 
     def _compile(self) -> None:
         if self.journal is not None and not self._is_there:
             try:
-                self.journal.create()
+                try:
+                    self.journal.create()
+                except ShadowFileError:
+                    if not remove_others(self.journal.place):
+                        raise
+                    self.journal.create()  # there was no room for two
             except ShadowFileError as error:
                 self.journal = None
                 _log.warning(
@@ -146,12 +161,21 @@ class ShadowState:
 
     def load(self, begun: ShadowStep) -> None:
         """Takes the state of one step."""
-        self.position = None
+        self.position, peers = None, self._peers
+        self._is_gated, self._bad, self._folded = peers is not None, frozenset(), None
+        self._received = {}
+        if peers is not None:
+            peers.gate.begin(begun.number)
         try:
             self._compiled.result()
             self._replace(begun, (), self._compared, anew=True)
+            if self._is_gated:
+                self._sums(begun.number)
+                self._arrive(begun, self._pass(begun, ()))
+            if self.journal is not None and (peers is None or self._is_gated):
+                remove_others(self.journal.place)
         except Exception as error:
-            self._lose(error)
+            self._lose(error, begun.number)
         else:
             # What was given up before may have been followed until now.
             self.position, self.is_lost = begun.own, False
@@ -160,8 +184,9 @@ class ShadowState:
         """Moves on to a step; gives contributions to the fingerprints of what is compared."""
         position, self.position = self.position, None
         try:
+            passed = None
             if position is step.before:
-                self._move(change, step)
+                passed = self._move(change, step)
             elif position is None or position is not step.again:
                 if not self.is_lost:
                     _log.warning(
@@ -170,15 +195,73 @@ class ShadowState:
                         "is recorded again."
                     )
                 self.is_lost = True
+                self.refuse(step.number, "its copy of the state had followed another state")
                 return None
             # What may not have changed is compared with the parent when shares are validated.
             others = change.unreplayed.union(change.unchanged)
-            found = {i: each for i, each in self._sums().items() if i not in others}
+            found = {i: x for i, x in self._sums(step.number).items() if i not in others}
+            self._arrive(step, passed)
         except Exception as error:
-            self._lose(error)
+            self._lose(error, step.number)
             return None
         self.position = step.own
         return found
+
+    def refuse(self, step: int, reason: str) -> None:
+        """Tells the other processes that this one does not follow a step."""
+        if self._peers is not None:
+            self._peers.gate.refuse(step, reason)
+
+    def _pass(self, step: ShadowStep, updates: Sequence[int]) -> Sequence[int] | None:
+        """Waits until all processes have stored a step; its fingerprints, None where one has not.
+
+        Where a process does not follow, the file says that it has no step, and each goes on alone.
+
+        Raises:
+            AdaCheckError: a process is gone. What lies in the file stays as it is.
+        """
+        peers, journal, held, sums = self._peers, self.journal, self.held, step.sums()
+        if peers is None:
+            return None
+        if journal is None:
+            peers.gate.refuse(step.number, "its copy of the state lies in no file")
+            answer = ""
+        else:
+            last, found = self._folded or (None, {})
+            copies = {i: each for i, each in held.copies.items() if i not in self._bad}
+            digests = [holdings.digests_of(each, found) for each in (held.elsewhere, copies)]
+            answer = peers.gate.agree(step.number, report(sums, *digests, last), judged)
+        if isinstance(answer, str):
+            self._is_gated = False
+            if journal is not None:
+                _log.warning(
+                    "Nothing can be recovered from memory until the next base: %s.", answer
+                )
+                journal.lift()
+            return None
+        own = jax.process_index()
+        if found := {owner for owner, holder in answer["bad"] if holder == own} - self._bad:
+            self._bad |= found
+            _log.warning(
+                "Until the next base this process keeps no copies of the state of process %s: they "
+                "differ from what that process has in memory. Its steps are saved as before.",
+                ", ".join(map(str, sorted(found))),
+            )
+        assert journal is not None
+        journal.begin(step.number, updates, sums, answer["sums"], bad=self._bad)
+        return answer["sums"]
+
+    def _arrive(self, step: ShadowStep, passed: Sequence[int] | None) -> None:
+        """Notes in the file that a step which passed the gate is folded."""
+        if passed is None or self._folded is None or self.journal is None:
+            return
+        journal, found, blocks = self.journal, self._folded[1], step.blocks
+        folded = {str(i): [found[i, box] for box in self.held.boxes(i)] for i in self._arrays}
+        for i in journal.received:
+            if str(i) not in self._received or (blocks.get(i)):
+                own = journal.own(i).items()
+                self._received[str(i)] = [fingerprint_of(x, box.start) for box, x in own]
+        journal.begin(step.number, (), step.sums(), passed, folded | self._received, self._bad)
 
     def copied(
         self, position: Position, others: Mapping[int, Blocks]
@@ -196,36 +279,47 @@ class ShadowState:
                 continue
             if self._fold.holds(i):
                 if leaf.shape or self._tellers.get(i, min(leaf.owners)) == process:
-                    blocks[i] = {box: np.array(x) for box, x in self._fold.blocks(i).items()}
+                    mine, own = self._fold.blocks(i), self.held.own.get(i, ())
+                    blocks[i] = {box: np.array(mine[box]) for box in own}
             elif i in others:
                 blocks[i] = others[i]
             elif process in leaf.owners:
                 return None
         return blocks
 
-    def _lose(self, error: Exception) -> None:
+    def _lose(self, error: Exception, step: int) -> None:
         """Nothing that goes wrong here costs a step: a sample of each was compared, too."""
         self.is_lost = True
+        self.refuse(step, f"its copy of the state was lost ({type(error).__name__}: {error})")
         _log.warning(
             "Deltas are checked by sample until the next base: the copy of the state in host "
             "memory could not be moved on: %s: %s",
             *(type(error).__name__, error),
         )
 
-    def _move(self, change: StepChange, step: ShadowStep) -> None:
+    def _move(self, change: StepChange, step: ShadowStep) -> Sequence[int] | None:
+        """Goes over the copy, to the next step; its fingerprints, if it has passed a gate."""
         blocks = step.blocks
         updates = change.updates
         after = frozenset(self._compared)
         if updates:  # of several processes one alone may store what it found wrong
             after = change.unreplayed.union(after.intersection(change.stored))
-        journal, own = self.journal, after - self.update.stored
-        if journal is None or any(i in blocks and blocks[i] for i in own):
+        journal, own, passed = self.journal, after - self.update.stored, None
+        records = self.structure.arguments[2]
+        if len(updates) == len(self.structure.bindings) and not all(
+            i in blocks and blocks[i] for i in records if self.held.boxes(i)
+        ):
+            raise UnfitError("a step did not bring all of the record")
+        is_alone = self._peers is not None and not self._is_gated
+        if journal is None or is_alone or any(i in blocks and blocks[i] for i in own):
             self._replace(step, updates, after)
-        else:
-            sums = step.sums()
-            journal.receive(self._taken, blocks)
-            journal.begin(step.number, updates, sums)
-            self._take(blocks, updates, after)
+            return self._pass(step, ()) if self._is_gated else None
+        journal.receive(self._taken, blocks)
+        journal.begin(step.number, updates, step.sums())
+        if self._is_gated:
+            passed = self._pass(step, updates)
+        self._take(blocks, updates, after)
+        return passed
 
     def _replace(
         self,
@@ -267,18 +361,17 @@ class ShadowState:
             if i in blocks and (own := blocks[i]):
                 self._fold.put(i, own)
 
-    def _sums(self) -> dict[int, int]:
+    def _sums(self, step: int) -> dict[int, int]:
         """This process's contribution to the fingerprint of each leaf that is compared."""
         phase, arrays = self._fold.place[0], self._arrays
         if phase not in self._fingerprints:
             blocks = [(i, box, x) for i in arrays for box, x in self._fold.blocks(i).items()]
             table = Fingerprints([(x, box.start) for _, box, x in blocks])
-            self._fingerprints[phase] = [i for i, _, _ in blocks], table
-        leaves, table = self._fingerprints[phase]
-        found: dict[int, list[int]] = {i: [] for i in arrays}
-        for i, each in zip(leaves, table.sums(), strict=True):
-            found[i].append(each)
-        sums = {i: combine(each) for i, each in found.items()}
+            self._fingerprints[phase] = [(i, box) for i, box, _ in blocks], table
+        boxes, table = self._fingerprints[phase]
+        found = dict(zip(boxes, table.sums(), strict=True))
+        self._folded, own = (step, found), self.held.own
+        sums = {i: combine([found[i, box] for box in own.get(i, ())]) for i in arrays}
         for i in self._scalars:
             ((_, value),) = self._fold.blocks(i).items()
             sums[i] = fingerprint_of(value)
@@ -290,10 +383,18 @@ def size_of(fold: HostFold, journal: Journal | None) -> int:
     return fold.size_bytes() if journal is None else journal.file.size_bytes
 
 
-def fold_of(structure: Structure, update: ExportedUpdate, *, is_kept: bool) -> HostFold | str:
-    """The fold of an update over this process's boxes; or the reason why there is none.
+def fold_of(
+    structure: Structure,
+    update: ExportedUpdate,
+    held: Held | None = None,
+    peers: Peers | None = None,
+    *,
+    is_kept: bool,
+) -> tuple[HostFold, Held] | str:
+    """The fold of an update over boxes, and these; or the reason why there is none.
 
-    There is one though a sample has all elements, if it ``is_kept`` in a file.
+    There is one though a sample has all elements, if it ``is_kept`` in a file. Without boxes that
+    are to be ``held`` those of this process's shadow.
     """
     leaves, pieces = structure.leaves, update.pieces
     if pieces is None or not update.pinned:
@@ -305,44 +406,13 @@ def fold_of(structure: Structure, update: ExportedUpdate, *, is_kept: bool) -> H
     behind = consumed.intersection(pieces.scalars_behind()[1])
     if jax.process_count() > 1 and not behind <= structure.everywhere:
         return "arrays are computed from a number that not every process has"
-    boxes = {i: [Box.full(leaves[i].shape)] for i in touched}
-    count = len(structure.bindings)
     try:
-        if jax.process_count() > 1:
-            boxes |= _boxes_of_records(structure, pieces, consumed)
-        return HostFold(pieces, boxes, count, update.arithmetic)
+        if held is None:
+            held = holdings.whole(structure)
+            if jax.process_count() > 1:
+                domains, copies = (peers.domains, peers.copies) if peers is not None else ((), 0)
+                held = holdings.held_of(structure, pieces, domains, copies)
+        boxes = {i: held.boxes(i) for i in range(len(leaves))}
+        return HostFold(pieces, boxes, len(structure.bindings), update.arithmetic), held
     except UnfitError as error:
         return str(error)
-
-
-def _boxes_of_records(
-    structure: Structure, pieces: Pieces, consumed: frozenset[int]
-) -> dict[int, list[Box]]:
-    """The boxes of several processes' shadows: of each leaf those of the record that changes it.
-
-    A process has the boxes on the host that it owns. Of what lies on devices of several processes
-    each leaf may have another owner; but the record is all that a step brings.
-    """
-    process, boxes = jax.process_index(), dict[int, list[Box]]()
-    for batch in pieces.batches:
-        for leaves in zip(*batch.taken, *batch.outputs, strict=True):
-            brought = [structure.leaves[i].boxes_of(process) for i in leaves if i in consumed]
-            if any(each != brought[0] for each in brought):
-                raise UnfitError("other processes have parts of what the update consumes")
-            own = brought[0] if brought else structure.leaves[leaves[0]].boxes_of(process)
-            boxes |= dict.fromkeys(leaves, own)
-    return boxes
-
-
-def _tellers_of(structure: Structure, pieces: Pieces) -> dict[int, int]:
-    """The process that contributes each computed scalar's fingerprint: one that can compute it.
-
-    Those that no process has all of what they are computed from are left out.
-    """
-    tellers = {}
-    for leaf, behind in pieces.scalars_behind()[0].items():
-        brought = behind - pieces.computed
-        owners = {owner for i in brought for owner in structure.leaves[i].owners}
-        if len(owners) <= 1:
-            tellers[leaf] = min(owners, default=0)
-    return tellers

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
+from types import MappingProxyType
 from typing import Any
 
 import jax
 import numpy as np
 
 from adacheck_jax.device import fingerprint, transfer
-from adacheck_jax.device.transfer import Joined, Staged
+from adacheck_jax.device.transfer import Joined, Merged, Staged
 from adacheck_jax.format.boxes import Blocks
 from adacheck_jax.format.manifest import Leaf
 from adacheck_jax.plan.save_plan import SavePlan
@@ -33,6 +34,7 @@ class HostCopies:
         kept: those of them that the next save will compare with.
         fingerprints: the fingerprints, perhaps still being computed.
         counters: the update counters, by leaf index, of a speculative plan.
+        seconds: boxes of other processes of which this one's shadow keeps copies.
         waiting: what reads the state until it returns.
     """
 
@@ -41,7 +43,13 @@ class HostCopies:
     kept: Mapping[int, Blocks]
     fingerprints: fingerprint.Contributions
     counters: Mapping[int, Any]
+    seconds: Mapping[int, Blocks]
     waiting: list[Callable[[], Any]]
+
+    @property
+    def held(self) -> Mapping[int, Blocks]:
+        """The boxes in ``staged``, and those of other processes."""
+        return Merged(self.staged, self.seconds) if self.seconds else self.staged
 
     def wait(self) -> None:
         """Waits until the state may be donated."""
@@ -50,8 +58,16 @@ class HostCopies:
             self.waiting.pop()
 
 
-def take_copies(snapshot: Snapshot, plan: SavePlan, *, every_replica: bool) -> HostCopies:
+def take_copies(
+    snapshot: Snapshot,
+    plan: SavePlan,
+    seconds: Mapping[int, Sequence[transfer.Pick]] = MappingProxyType({}),
+    *,
+    every_replica: bool,
+) -> HostCopies:
     """Takes all that a save needs of a state; it may be donated after :meth:`HostCopies.wait`.
+
+    That includes boxes of other processes, its ``seconds``.
 
     What lies on an accelerator, or is still being computed, is copied there first, and nothing
     waits for that. So are small leaves of a delta that is computed, since one program for all is
@@ -104,9 +120,12 @@ def take_copies(snapshot: Snapshot, plan: SavePlan, *, every_replica: bool) -> H
         if not joined.keys() >= {*viewed}:
             waiting.append(fingerprints.wait)
     spare = Staged({i: arrays[i] for i in plan.spare}, structure.picks)
+    others = Staged({i: arrays[i] for i in seconds}, seconds)
+    if not owned or others.keys() & {*viewed}:
+        waiting.append(others.wait)
     if not owned:
         waiting.append(spare.wait)
-    return HostCopies(joined, spare, staged[0], fingerprints, values, waiting)
+    return HostCopies(joined, spare, staged[0], fingerprints, values, others, waiting)
 
 
 def cut_as_restored(saved: Sequence[Leaf], snapshot: Snapshot) -> tuple[Leaf, ...]:

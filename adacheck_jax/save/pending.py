@@ -308,6 +308,8 @@ class Pending:
         self.delta, self.local, self._is_released = None, {}, True
         self._spare = NOTHING
         if not self._has_begun:
+            if self.proof is not None:
+                self.proof.end()
             self.check = self._before = self._again = self.proof = None
 
 

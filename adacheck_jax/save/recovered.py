@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -35,13 +35,27 @@ class Newest:
     lineage: Lineage | None
 
 
+@dataclass(frozen=True, slots=True)
+class Recovered:
+    """A state that was taken from memory, all its fingerprints compared.
+
+    Attributes:
+        lineage: lineage of the same step in storage; None if storage has an older one.
+        step: number of the step.
+        state: the state that the caller gets.
+        leaves: its leaves as they are trained: with arrays in place of Python numbers.
+    """
+
+    lineage: Lineage | None
+    step: int
+    state: PyTree
+    leaves: Sequence[Any]
+
+
 def state_from(
     shadow: ShadowThread, planner: Planner, abstract_state: PyTree, newest: Newest | None
-) -> tuple[Lineage | None, int, PyTree, Sequence[Any]]:
-    """Takes the state in the shadow's file, and compares all its fingerprints.
-
-    Gives the lineage of the same step in storage, None if storage has an older one; the step's
-    number; the state that the caller gets; and its leaves as they are trained.
+) -> Recovered:
+    """Takes the state in the shadow's file, which goes on from it, and compares all of it.
 
     Raises:
         ShadowFileError: there is none that can be taken; the message says why.
@@ -50,22 +64,45 @@ def state_from(
     structure, found = _found_like(shadow, planner, abstract_state)
     if newest is not None and newest.step > found.step:
         raise ShadowFileError(f"it is of step {found.step}, and storage has step {newest.step}")
-    state = _state_like(abstract_state, found)
-    # As they are trained: with arrays in place of Python numbers.
+    # Views of memory that goes on: no array may have them.
+    values = {i: np.array(x) for i, each in found.blocks.items() for x in each.values()}
+
+    def like(i: int, leaf: Any) -> Any:
+        return leaf_like(leaf, values[i]) if i in values else example_of(leaf)
+
+    return compared(structure, abstract_state, like, found.step, found.sums, newest)
+
+
+def compared(
+    structure: Structure,
+    abstract_state: PyTree,
+    like: Callable[[int, Any], Any],
+    step: int,
+    sums: Sequence[int],
+    newest: Newest | None,
+) -> Recovered:
+    """A state of leaves that are made like those of an abstract one; collective.
+
+    Raises:
+        ShadowFileError: a leaf has another fingerprint, or storage another state of the step.
+    """
+    abstract, treedef = jax.tree.flatten(abstract_state)
+    state = jax.tree.unflatten(treedef, [like(i, leaf) for i, leaf in enumerate(abstract)])
     leaves = [
-        np.array(found.arrays[i]) if _is_number(leaf) else leaf
+        np.asarray(leaf, structure.leaves[i].dtype) if _is_number(leaf) else leaf
         for i, leaf in enumerate(jax.tree.leaves(state))
     ]
-    sums = fingerprint.of_leaves({i: transfer.raw(leaves[i]) for i in found.arrays})
-    if wrong := sorted(i for i, each in sums.items() if each != found.sums[i]):
+    known = [i for i, leaf in enumerate(structure.leaves) if leaf.nbytes]
+    found = fingerprint.of_leaves({i: transfer.raw(leaves[i]) for i in known})
+    if wrong := sorted(i for i, each in found.items() if each != sums[i]):
         raise ShadowFileError(
-            f"step {found.step} does not have the bits that were trained, in "
+            f"step {step} does not have the bits that were trained, in "
             f"{structure.leaves[wrong[0]].path} and {len(wrong) - 1} more"
         )
-    lineage = newest.lineage if newest and newest.step == found.step else None
-    if lineage is not None and [*lineage.manifest.fingerprints] != [*found.sums]:
-        raise ShadowFileError(f"storage has another state as step {found.step}")
-    return lineage, found.step, state, leaves
+    lineage = newest.lineage if newest and newest.step == step else None
+    if lineage is not None and [*lineage.manifest.fingerprints] != [*sums]:
+        raise ShadowFileError(f"storage has another state as step {step}")
+    return Recovered(lineage, step, state, leaves)
 
 
 def _found_like(
@@ -73,7 +110,7 @@ def _found_like(
 ) -> tuple[Structure, Found]:
     """State in the shadow's file that is like an abstract one, and its structure."""
     refused = ShadowFileError()
-    for example in _examples_of(abstract_state):
+    for example in examples_of(abstract_state):
         structure = planner.snapshots.take(example).structure
         try:
             return structure, shadow.recover(structure, planner.updates.of(structure))
@@ -82,23 +119,27 @@ def _found_like(
     raise refused
 
 
-def _examples_of(abstract_state: PyTree) -> Iterator[PyTree]:
+def examples_of(abstract_state: PyTree) -> Iterator[PyTree]:
     """States like an abstract one, to be taken apart: with zeros for what is abstract.
 
     A Python number, such as the step of a train state that was just created, has become an array
     once a compiled step returned it; so that comes first, and then the number.
     """
-    made = jax.tree.map(_example_of, abstract_state)
+    made = jax.tree.map(example_of, abstract_state)
     if any(map(_is_number, jax.tree.leaves(made))):
         yield jax.tree.map(_as_array, made)
     yield made
 
 
-def _example_of(leaf: Any) -> Any:
+def example_of(leaf: Any) -> Any:
+    """A leaf of zeros like an abstract one; any other as it is."""
     if not isinstance(leaf, jax.ShapeDtypeStruct):
         return leaf
     data = jax.eval_shape(jax.random.key_data, leaf) if transfer.is_key(leaf) else leaf
-    return _like(leaf, np.zeros(data.shape, data.dtype))
+    if leaf.sharding is None or leaf.sharding.is_fully_addressable:
+        return leaf_like(leaf, np.zeros(data.shape, data.dtype))
+    wanted = jax.ShapeDtypeStruct(data.shape, data.dtype, sharding=leaf.sharding)
+    return transfer.keyed(transfer.place(wanted, lambda box: np.zeros(box.shape, data.dtype)), leaf)
 
 
 def _as_array(leaf: Any) -> Any:
@@ -109,18 +150,7 @@ def _is_number(leaf: Any) -> bool:
     return isinstance(leaf, bool | int | float | complex) and not isinstance(leaf, np.generic)
 
 
-def _state_like(abstract_state: PyTree, found: Found) -> PyTree:
-    """The state: a copy, on the devices and of the types of an abstract one."""
-    leaves, treedef = jax.tree.flatten(abstract_state)
-    # Views of memory that goes on: no array may have them.
-    made = [
-        _like(leaf, np.array(found.arrays[i])) if i in found.arrays else _example_of(leaf)
-        for i, leaf in enumerate(leaves)
-    ]
-    return jax.tree.unflatten(treedef, made)
-
-
-def _like(leaf: Any, value: np.ndarray) -> Any:
+def leaf_like(leaf: Any, value: np.ndarray) -> Any:
     """A leaf of some elements, as another one is."""
     if not isinstance(leaf, jax.Array | jax.ShapeDtypeStruct):
         return value.astype(leaf.dtype) if hasattr(leaf, "dtype") else type(leaf)(value)

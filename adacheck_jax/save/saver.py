@@ -30,10 +30,11 @@ from adacheck_jax.plan.decision import shown
 from adacheck_jax.plan.options import Options
 from adacheck_jax.plan.save_plan import SavePlan
 from adacheck_jax.plan.situation import BackgroundFacts, sizes_of
-from adacheck_jax.proof.journal import FilePlace
+from adacheck_jax.proof.journal import FilePlace, FoundFile
+from adacheck_jax.proof.peers import Peers
 from adacheck_jax.proof.shadow import ShadowThread
 from adacheck_jax.save import copies as host_copies
-from adacheck_jax.save import recovered
+from adacheck_jax.save import recovered, together
 from adacheck_jax.save.attempt import Attempt, Exchange
 from adacheck_jax.save.background_bases import BackgroundBases
 from adacheck_jax.save.copies import HostCopies
@@ -43,8 +44,9 @@ from adacheck_jax.save.line.parents import Parent, Tip
 from adacheck_jax.save.line.planner import Planner, sums_of
 from adacheck_jax.save.one_save import Save
 from adacheck_jax.save.pending import Pending
-from adacheck_jax.save.recovered import Newest
+from adacheck_jax.save.recovered import Newest, Recovered
 from adacheck_jax.save.staging import Stager, with_others
+from adacheck_jax.save.together import Together
 from adacheck_jax.schedule.line import LineSchedule
 from adacheck_jax.schedule.stopwatch import Clock, Stopwatch
 from adacheck_jax.state.exported_update import NOT_YET
@@ -61,7 +63,8 @@ class Saver:
     """Saves the states of one training run.
 
     Costs are measured by the ``clock``, which is monotonic. The shadow lies in the file at
-    ``place``; in memory of this process, if that is None. It ``keeps`` what storage refused, for a
+    ``place``; in memory of this process, if that is None. ``peers`` are all processes, if several
+    have such files. It ``keeps`` what storage refused, for a
     manager that has it written again (:meth:`begin_kept`).
 
     Attributes:
@@ -74,6 +77,7 @@ class Saver:
         options: Options,
         clock: Clock = time.monotonic,
         place: FilePlace | None = None,
+        peers: Peers | None = None,
         *,
         keeps: bool = False,
     ) -> None:
@@ -81,7 +85,7 @@ class Saver:
         self._has_recorder = bool(recorders)
         self._schedule, self._watch = LineSchedule(options.max_deltas), Stopwatch(clock)
         host = options.host_shadow
-        self._shadow = ShadowThread(0 if host is None else host.bytes, place)
+        self._shadow = ShadowThread(0 if host is None else host.bytes, place, peers)
         self._bases, self._taken = BackgroundBases(self._shadow), None
         self._planner = Planner(recorders, options, self._schedule, self._bases, self._shadow)
         self._notices = Notices()
@@ -128,8 +132,7 @@ class Saver:
         if snapshot is not None:
             structure, sums, blocks = snapshot.structure, dict(enumerate(saved.fingerprints)), None
             if not (has_shadow or structure.on_accelerator):
-                blocks = transfer.stage(dict(enumerate(snapshot.arrays)), structure.picks)
-                blocks = with_others(snapshot, blocks, structure.touched)
+                blocks = self._stager.restored_blocks(snapshot)
             self._stager.prepare_next(tip, snapshot, blocks, lambda: sums, is_restored=True)
         with self._lock:
             distrusted = [specs[i].path for i in saved.caution.distrusted]
@@ -150,17 +153,36 @@ class Saver:
             RecorderError: the recorder cannot be tied to the state.
         """
         try:
-            lineage, step, state, leaves = recovered.state_from(
-                self._shadow, self._planner, abstract_state, newest
-            )
+            found = recovered.state_from(self._shadow, self._planner, abstract_state, newest)
         except BaseException:
             self._shadow.close()
             raise
-        if newest is None or lineage is None:
+        self._follow_recovered(found, newest, has_shadow=True)
+        return found.step, found.state
+
+    def recover_together(
+        self,
+        abstract_state: PyTree,
+        newest: Newest | None,
+        files: Sequence[FoundFile],
+        peers: Together,
+    ) -> tuple[int, PyTree]:
+        """As :meth:`recover`, from the files that all processes found of one run; collective.
+
+        The next run has files of its own, beside which these stay until it has passed its gate.
+        """
+        found = together.state_of(self._planner, abstract_state, newest, files, peers)
+        self._follow_recovered(found, newest, has_shadow=False)
+        return found.step, found.state
+
+    def _follow_recovered(
+        self, found: Recovered, newest: Newest | None, *, has_shadow: bool
+    ) -> None:
+        if newest is None or found.lineage is None:
             self.forget()
-        else:
-            self.follow(lineage, newest.number, leaves, state, {}, has_shadow=True)
-        return step, state
+            return
+        args = found.lineage, newest.number, found.leaves, found.state, {}
+        self.follow(*args, has_shadow=has_shadow)
 
     def forget(self) -> None:
         """Makes the next save a base: what was restored is no step that another can build on."""
@@ -249,7 +271,7 @@ class Saver:
         # the next save looks at the disk, finds no parent, and writes a base.
         tip = Tip(planned.step, save.depth, own, copies.kept, witness)
         if not is_exported:
-            blocks = with_others(snapshot, copies.staged, planned.structure.touched)
+            blocks = with_others(snapshot, copies.held, planned.structure.touched)
             self._stager.prepare_next(tip, snapshot, blocks, own.sums, is_restored=False)
         following = Parent(directory, number, tip, save)
         planner.parents.advance(following)

@@ -15,7 +15,7 @@ import jax
 
 from adacheck_jax.device import jax_settings, transfer
 from adacheck_jax.device.jax_settings import Arithmetic
-from adacheck_jax.device.transfer import Joined
+from adacheck_jax.device.transfer import Joined, Merged
 from adacheck_jax.format.boxes import Blocks
 from adacheck_jax.plan.options import Options
 from adacheck_jax.plan.save_plan import SavePlan
@@ -58,6 +58,7 @@ class Stager:
         self._encodings, self._memory = DeltaEncodings(), ReusedMemory(_REUSED_BYTES)
         self.worker = ThreadPoolExecutor(1, thread_name_prefix="adacheck_line")
         self.returned = threading.Event()
+        self._seconds: tuple[Any, dict[int, tuple[transfer.Pick, ...]]] | None = None
 
     def begin_line(self, base: Save) -> None:
         """Notes the base that following deltas build on."""
@@ -92,8 +93,12 @@ class Stager:
         It is called once a replay was compared, behind which devices fingerprint the whole state.
         """
         every_replica = self._options.check_replicas != "off"
-        copies = host_copies.take_copies(snapshot, course.plan, every_replica=every_replica)
         planned, tip = course.plan, course.tip
+        wanted = {*planned.stored, *planned.kept, *planned.spare}
+        if planned.is_base:  # of what updates touch it brings all that is here, below
+            wanted -= planned.structure.touched
+        seconds = self.seconds(snapshot, wanted, is_base=planned.is_base)
+        copies = host_copies.take_copies(snapshot, planned, seconds, every_replica=every_replica)
         before = tip.staged if tip else None
         parent = None
         if tip is not None and before is None and course.parent is not None:
@@ -116,6 +121,7 @@ class Stager:
                 repeated = None  # another state was recorded with this number
             blocks = dict.fromkeys(copies.staged, copies.staged)
             blocks = Joined(blocks | dict.fromkeys(copies.spare, copies.spare))
+            blocks = Merged(blocks, copies.seconds) if copies.seconds else blocks
             # What replay gets wrong is put over the shadow, whose boxes may have other owners; and
             # each process takes the numbers that all arrays are computed from.
             structure = planned.structure
@@ -125,7 +131,7 @@ class Stager:
             step = ShadowStep(own, own.step, blocks, own.sums, tip.position, repeated)
             own.proof = self._shadow.follow(step)
         elif planned.has_witness:
-            blocks = with_others(snapshot, copies.staged, planned.structure.touched)
+            blocks = with_others(snapshot, copies.held, planned.structure.touched)
             begun = ShadowStep(own, own.step, blocks, own.sums)
             self._shadow.start(planned.structure, planned.update, begun)
         if course.check is not None:
@@ -137,6 +143,28 @@ class Stager:
             own.check = checker.begin(tip.witness, snapshot.arrays, planned.step, own.sums)
             return own, own.check.witness, copies
         return own, checker.witness(snapshot.arrays, planned.step), copies
+
+    def seconds(
+        self, snapshot: Snapshot, wanted: Collection[int], *, is_base: bool
+    ) -> dict[int, tuple[transfer.Pick, ...]]:
+        """The boxes of some leaves that other processes own and the shadow takes."""
+        structure, arrays = snapshot.structure, snapshot.arrays
+        boxes = self._shadow.copied(structure, is_base=is_base)
+        if not boxes:
+            return {}
+        if self._seconds is None or self._seconds[0] is not boxes:
+            picks = {i: transfer.picks_of(arrays[i], x, structure.ranks) for i, x in boxes.items()}
+            self._seconds = boxes, picks
+        return {i: picks for i, picks in self._seconds[1].items() if i in wanted}
+
+    def restored_blocks(self, snapshot: Snapshot) -> Mapping[int, Blocks]:
+        """The boxes that the shadow holds of a restored state."""
+        structure, arrays = snapshot.structure, dict(enumerate(snapshot.arrays))
+        untouched = arrays.keys() - structure.touched
+        picks, others = structure.picks, self.seconds(snapshot, untouched, is_base=True)
+        if others:
+            picks = {i: (*own, *others.get(i, ())) for i, own in picks.items()}
+        return with_others(snapshot, transfer.stage(arrays, picks), structure.touched)
 
     def prepare_next(
         self,
@@ -162,12 +190,22 @@ class Stager:
         def arrays() -> Sequence[Any]:
             return snapshot.arrays if held is None else [each() for each in held]
 
+        def begun() -> Witness | None:
+            """The witness, from whose state the shadow starts; or else it says that it does not."""
+            found = None
+            try:
+                found = self._planner.witness_of(snapshot, arrays, tip.step)
+            finally:
+                if found is None and copied is not None:
+                    self._shadow.miss(tip.step, is_restored=is_restored)
+            if found is not None and copied is not None:
+                step = ShadowStep(tip.position, tip.step, copied, sums)
+                self._shadow.start(structure, found.program, step, is_restored=is_restored)
+            return found
+
         def witness() -> Witness | None:
             with jax_settings.own(), arithmetic.applied():
-                found = self._planner.witness_of(snapshot, arrays, tip.step)
-                if found is not None and copied is not None:
-                    begun = ShadowStep(tip.position, tip.step, copied, sums)
-                    self._shadow.start(structure, found.program, begun, is_restored=is_restored)
+                found = begun()
                 if tip.staged is not None:
                     tip.host_copies = self._planner.kept(structure, tip.host_copies)
                 return found

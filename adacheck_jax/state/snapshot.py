@@ -42,6 +42,7 @@ class Structure:
 
     Attributes:
         leaves: description of each leaf, in tree order.
+        layouts: layout of each leaf, with all processes that hold each box.
         bindings: update of each recorder, tied to the leaves; none without a recorder.
         index: leaf path to position.
         picks: boxes of each leaf that this process owns and takes.
@@ -59,6 +60,7 @@ class Structure:
     """
 
     leaves: tuple[Leaf, ...]
+    layouts: tuple[sharding.Layout, ...]
     bindings: tuple[Binding, ...]
     index: dict[str, int]
     picks: dict[int, tuple[transfer.Pick, ...]]
@@ -330,6 +332,7 @@ class Snapshots:
         }
         structure = Structure(
             leaves=leaves,
+            layouts=tuple(layouts),
             bindings=bindings,
             index=index,
             picks=picks,

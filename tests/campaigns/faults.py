@@ -129,6 +129,16 @@ def recovery_rows(campaign: Campaign, found: Found) -> list[Row]:
     return [campaign.row(tried=found["kills"], crashed=0, **counts, other=other, note=note)]
 
 
+def host_rows(campaign: Campaign, found: Found) -> list[Row]:
+    counts = {name: len(found[name]) for name in ("lost", "wrong")}
+    note = (
+        f"{found['recovered']} recovered, {found['newer']} of them newer than storage; "
+        f"{found['wiped']} times one memory was wiped; {found['storage']} began from storage"
+    )
+    other = len(found["failures"])
+    return [campaign.row(tried=found["kills"], crashed=0, **counts, other=other, note=note)]
+
+
 def operation_rows(campaign: Campaign, found: Found) -> list[Row]:
     ((mode, result),) = found["modes"].items()
     kinds = collections.Counter(problem["kind"] for problem in result["problems"])
@@ -321,6 +331,17 @@ CAMPAIGNS: tuple[Campaign, ...] = (
             "full": "--json --seed {seed} --directory {work}/run --count 500 --minutes 60",
         },
         recovery_rows,
+    ),
+    Campaign(
+        "kills-hosts",
+        "SIGKILL of four hosts at a random moment, one memory wiped, and recovery",
+        "the newest step that memory held whole, exact; or refused",
+        "tests.campaigns.hosts",
+        {
+            "small": "--json --seed {seed} --directory {work}/run --count 6 --minutes 5",
+            "full": "--json --seed {seed} --directory {work}/run --count 500 --minutes 150",
+        },
+        host_rows,
     ),
     *_operations(),
     Campaign(

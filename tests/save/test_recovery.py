@@ -20,10 +20,10 @@ import orbax.checkpoint as ocp
 import pytest
 
 import adacheck_jax as adacheck
-from adacheck_jax.adapter import training_run
 from adacheck_jax.device import transfer
 from adacheck_jax.proof import journal, shadow_file
-from adacheck_jax.proof.journal import Journal
+from adacheck_jax.proof.holdings import Held
+from adacheck_jax.proof.journal import FilePlace, Journal
 from adacheck_jax.proof.shadow_file import ShadowFile
 from adacheck_jax.update import program
 from adacheck_jax.update.elements import host_fold
@@ -286,7 +286,7 @@ def test_damage_anywhere_is_refused_or_harms_nothing(root, memory, caplog):
 
 
 def forget_boot(monkeypatch, run, root, memory):
-    monkeypatch.setattr(journal, "_boot", lambda: "another")
+    monkeypatch.setattr(journal, "boot", lambda: "another")
 
 
 def change_settings(monkeypatch, run, root, memory):
@@ -336,10 +336,6 @@ def take_in_another_process(monkeypatch, run, root, memory):
     fcntl.flock(descriptor, fcntl.LOCK_EX)
 
 
-def have_several_processes(monkeypatch, run, root, memory):
-    monkeypatch.setattr(training_run.jax, "process_count", lambda: 2)
-
-
 @pytest.mark.parametrize(
     ("change", "reason"),
     [
@@ -354,7 +350,6 @@ def have_several_processes(monkeypatch, run, root, memory):
         (save_on_without_it, "it is of step 3, and storage has step 4"),
         (save_something_else, "storage has another state as step 3"),
         (take_in_another_process, "another process that runs"),
-        (have_several_processes, "each of several processes"),
     ],
 )
 def test_what_is_of_something_else_is_refused_and_says_why(
@@ -646,3 +641,64 @@ def test_an_item_that_is_not_there_is_named(root, memory, caplog):
     assert re.search(
         r"no states of item 'other' of .*root; .*root \(item 'default'\)", told(caplog)
     )
+
+
+@pytest.mark.parametrize("items", [None, {"notes": ocp.JsonCheckpointHandler()}])
+def test_one_call_restores_from_memory_or_else_from_storage(root, memory, items):
+    run = support.dict_run(mesh_of((1, 1)))
+    shadow = adacheck.Shadow(directory=memory)
+
+    def manager() -> Any:
+        return adacheck.checkpoint_manager(root, run.recorder, shadow=shadow, items=items)
+
+    def args() -> Any:
+        own = adacheck.SaveArgs(run.state)
+        return own if items is None else ocp.args.Composite(state=own, notes=ocp.args.JsonSave({}))
+
+    with manager() as own:
+        assert own.restore_newest(support.abstract(run.state)) is None
+        for step in (1, 2):
+            run.advance()
+            own.save(step, args=args())
+        own.wait_until_finished()
+        run.advance()
+        assert own.handler.record_step(run.state, 3)
+        wait_for_shadow(own.handler)
+        expected = host_copy(run.state)
+        own.handler.run.saver._planner.give_up(0, "they are to be in memory alone")
+    with manager() as own:
+        step, state = own.restore_newest(support.abstract(run.state))
+        assert (step, own.latest_step()) == (3, 2)
+        assert_same(state, expected)
+    shutil.rmtree(memory)
+    with manager() as own:
+        step, _ = own.restore_newest(support.abstract(run.state))
+        assert step == 2
+
+
+@pytest.mark.parametrize("is_used", [False, True])
+def test_files_of_an_earlier_run_make_room_unless_a_process_has_them(
+    root, memory, monkeypatch, is_used
+):
+    earlier = FilePlace(str(memory), str(root), "default", "a run of two", 1, 2)
+    told = {"format": journal._FORMAT, "held": Held({}).to_json()}
+    file = ShadowFile(earlier.path, 1 << 14, 1000, 1000)
+    file.create(told | {name: getattr(earlier, name) for name in journal._PLACE})
+    if not is_used:
+        file.close()
+    allocate, refused = os.posix_fallocate, []
+
+    def allocated(*args: Any) -> None:
+        if earlier.path.exists() and not is_used:
+            refused.append(args)
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        allocate(*args)
+
+    monkeypatch.setattr(shadow_file.os, "posix_fallocate", allocated)
+    run, saved = trained(root, memory)
+    assert earlier.path.exists() == is_used
+    assert len(refused) == (not is_used)
+    file.close(remove=is_used)
+    found = recovered_run(run, root, memory)
+    assert found is not None
+    assert_same(found[1], saved[3])

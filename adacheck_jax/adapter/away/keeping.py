@@ -15,7 +15,7 @@ import contextlib
 import dataclasses
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import Future, wait
 from typing import Any
 
@@ -27,6 +27,7 @@ from adacheck_jax.adapter.arguments import KEPT, RestoreArgs, SaveArgs
 from adacheck_jax.adapter.away import outage as outages
 from adacheck_jax.adapter.away.outage import Outage
 from adacheck_jax.adapter.handler import AdaCheckHandler
+from adacheck_jax.device.trees import PyTree
 from adacheck_jax.errors import AdaCheckError, StorageError, first_line
 from adacheck_jax.save.line.kept import Keeper, KeptSteps
 from adacheck_jax.save.one_save import is_refusal
@@ -51,7 +52,10 @@ class AdaCheckManager(ocp.CheckpointManager):
     def __init__(self, handler: AdaCheckHandler, root: epath.Path, **arguments: Any) -> None:
         self.handler = handler
         # Several processes would have to find out alike that storage is away.
-        is_alone = jax.process_count() == 1 and arguments.get("item_handlers") is handler
+        handlers = arguments.get("item_handlers")
+        is_alone = jax.process_count() == 1 and handlers is handler
+        named = handlers.items() if isinstance(handlers, Mapping) else ()
+        self._item = next((name for name, each in named if each is handler), None)
         self._outage = Outage() if is_alone else None
         handler.run.keeps_refused = is_alone
         self._in_flight: tuple[int, bool] | None = None
@@ -71,6 +75,40 @@ class AdaCheckManager(ocp.CheckpointManager):
         """
         is_orbax = threading.current_thread().name == "save_finalize"
         return not is_orbax and super().reached_preemption(step)
+
+    def restore_newest(self, abstract_state: PyTree) -> tuple[int, PyTree] | None:
+        """The newest state that can be had: from memory, here or of other processes, or storage.
+
+        ::
+
+            first = 0
+            if (found := manager.restore_newest(state)) is not None:
+                newest, state = found
+                first = newest + 1
+
+        Memory serves where the handler's shadow has a directory and what is there is as new as
+        storage (:meth:`AdaCheckHandler.recover`). Other items stay with storage: where
+        ``latest_step()`` is less than the step, a data iterator restored from it is behind by as
+        many steps.
+
+        Args:
+            abstract_state: tree of ``jax.ShapeDtypeStruct`` with shardings, or of arrays, of the
+                whole state.
+
+        Returns:
+            The number of the step and its state, verified; None if there is none yet.
+        """
+        if self.handler.run.has_memory:
+            found = self.handler.recover(str(self.directory), abstract_state, item=self._item)
+            if found is not None:
+                return found
+        if (newest := self.latest_step()) is None:
+            return None
+        args: Any = RestoreArgs(abstract_state)
+        if self._item is None:
+            return newest, self.restore(newest, args=args)
+        args = ocp.args.Composite(**{self._item: args})
+        return newest, self.restore(newest, args=args)[self._item]
 
     def save(
         self,

@@ -78,8 +78,9 @@ def _with_effort(table: jax.Array) -> jax.Array:
 def begin() -> None:
     """Compiles and tries the handler in the background, if the process has CPU devices alone."""
     if jax.default_backend() == "cpu" and not _state.thread:  # at worst two try: no harm
-        _state.thread = threading.Thread(target=_try, name="adacheck_compile")
-        _state.thread.start()
+        thread = threading.Thread(target=_try, name="adacheck_compile")
+        thread.start()
+        _state.thread = thread  # whoever sees it may wait for it
 
 
 def is_ready() -> bool:

@@ -226,14 +226,7 @@ class HostFold:
             return
         vector, places = self._places[leaf]
         for box, start in places:
-            target, found = vector.part(start, box.size).reshape(box.shape), 0
-            for other, block in blocks.items():
-                if (common := _common(box, other)) is not None:
-                    into, out, size = common
-                    np.copyto(target[into], block[out], casting="no")
-                    found += size
-            if found != box.size:
-                raise UnfitError("this process has not all elements that a leaf is computed from")
+            fill(vector.part(start, box.size).reshape(box.shape), box, blocks)
 
     @property
     def place(self) -> tuple[bool, bool]:
@@ -308,6 +301,22 @@ class HostFold:
                 for each in work.computed:
                     each.shift = shift
         self._scalars.update(results)
+
+
+def fill(target: np.ndarray, box: Box, blocks: Blocks) -> None:
+    """Copies the elements of a box from blocks that have to cover it.
+
+    Raises:
+        UnfitError: they do not.
+    """
+    found = 0
+    for other, block in blocks.items():
+        if (common := _common(box, other)) is not None:
+            into, out, size = common
+            np.copyto(target[(*into, ...)], block[(*out, ...)], casting="no")
+            found += size
+    if found != box.size:
+        raise UnfitError("this process has not all elements that a leaf is computed from")
 
 
 @functools.lru_cache(maxsize=1 << 16)

@@ -1,0 +1,181 @@
+"""Recovery of a state from the memory of all processes: how they agree, and give boxes away."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from typing import Any
+
+import jax
+import numpy as np
+
+from adacheck_jax.adapter import processes
+from adacheck_jax.device.sharding import holders_of
+from adacheck_jax.format.boxes import Blocks, Box, cuts_of
+from adacheck_jax.proof import journal
+from adacheck_jax.proof.journal import FoundFile
+from adacheck_jax.proof.shadow_file import ShadowFileError
+from adacheck_jax.restore import shared_reads
+from adacheck_jax.restore.shared_reads import (
+    SharedPart,
+    SharedReads,
+    ShareExchange,
+    SharePiece,
+    put_together,
+    users_of,
+)
+from adacheck_jax.save.attempt import Report
+from adacheck_jax.store.storage.location import AnyPath
+
+_BATCH_BYTES = 256 << 20
+"""Bytes of leaves whose boxes are exchanged at once."""
+
+
+class RecoveringProcesses:
+    """Implements :class:`~adacheck_jax.save.together.Together`, for one recovery.
+
+    Args:
+        root: root of the steps.
+    """
+
+    def __init__(self, root: AnyPath) -> None:
+        self._root = root
+        self._exchange = processes.exchange(f"{root} in memory")
+        self._topics = iter(("items", "offers", "held"))
+        self._topic = next(self._topics)
+
+    def agree(self, topic: str, own: Report, judge: Callable[[Sequence[Report]], Report]) -> Report:
+        """The answer to the reports of all processes; see the protocol."""
+        assert topic == self._topic
+        self._topic = next(self._topics, "")
+        if self._exchange is None:
+            return judge([own])
+        return self._exchange.agree(topic, own, judge)
+
+    def fail(self, error: BaseException) -> None:
+        """Tells the others, who wait for this process at what comes next, that it failed."""
+        if self._exchange is not None and self._topic:
+            self._exchange.fail(self._topic, error)
+
+    def item(self, found: Sequence[FoundFile], named: str | None) -> str:
+        """The item whose states the files of all processes have.
+
+        Raises:
+            ShadowFileError: there is none.
+            ValueError: there are several.
+        """
+        own: Report = {"items": sorted({each.place.item for each in found})}
+
+        def judge(reports: Sequence[Report]) -> Report:
+            return {"items": sorted({x for each in reports for x in each["items"]})}
+
+        items = self.agree("items", own, judge)["items"]
+        if len(items) > 1:
+            raise several_items(items)
+        if not items:
+            of_item = "" if named is None else f" of item {named!r}"
+            raise ShadowFileError(f"no process has states{of_item} of {self._root} in memory")
+        return items[0]
+
+    def deliver(
+        self,
+        abstract: Sequence[Any],
+        givers: Mapping[int, Mapping[Box, int]],
+        own: Mapping[int, Blocks],
+    ) -> Callable[[int, Box], np.ndarray]:
+        """Gives each process the elements that its devices need; see the protocol."""
+        process, parts = jax.process_index(), dict[int, list[tuple[Box, np.ndarray]]]()
+        pieces = list[tuple[SharedPart, int]]()
+        for i, of_box in givers.items():
+            users = _users(abstract[i], of_box)
+            for box, giver in of_box.items():
+                if giver == process:
+                    parts.setdefault(i, []).append((box, own[i][box]))
+                if others := {*users[box]} - {giver}:
+                    holders = tuple(sorted({giver, *others}))
+                    nbytes = box.size * abstract[i].dtype.itemsize
+                    pieces.append((SharedPart(i, box, holders, nbytes), giver))
+        batches = [_exchanges(each) for each in _batches(pieces)]
+        if not batches:
+            return lambda i, box: put_together(box, parts[i])
+        dtypes = {i: np.dtype(leaf.dtype) for i, leaf in enumerate(abstract)}
+
+        def read(wanted: Sequence[tuple[int, Box, np.ndarray]]) -> Sequence[Any]:
+            for i, box, memory in wanted:
+                memory[...] = own[i][box]
+            return ()
+
+        reads = SharedReads((*range(jax.process_count()),), self._root, batches)
+        for batch in batches:
+            received = reads.finish(shared_reads.begin(batch, dtypes, read))
+            for (i, box), block in received.items():
+                if givers[i][box] != process:
+                    parts.setdefault(i, []).append((box, block))
+        return lambda i, box: put_together(box, parts[i])
+
+
+def _users(leaf: Any, boxes: Mapping[Box, int]) -> Mapping[Box, Sequence[int]]:
+    """The processes that need elements of each box."""
+    if not isinstance(leaf, jax.ShapeDtypeStruct):
+        return dict.fromkeys(boxes, (*range(jax.process_count()),))
+    held = holders_of(leaf.sharding, leaf.shape)
+    needed = {box: {each.process for each in devices} for box, devices in held.items()}
+    return users_of(needed, leaf.shape, cuts_of(boxes, leaf.shape))
+
+
+def _batches(
+    pieces: Iterable[tuple[SharedPart, int]],
+) -> Iterator[list[tuple[SharedPart, int]]]:
+    """Parts and who gives them, so many that memory bears them."""
+    batch, batch_bytes = list[tuple[SharedPart, int]](), 0
+    for part, giver in pieces:
+        if batch and batch_bytes + part.nbytes > _BATCH_BYTES:
+            yield batch
+            batch, batch_bytes = [], 0
+        batch.append((part, giver))
+        batch_bytes += part.nbytes
+    if batch:
+        yield batch
+
+
+def _exchanges(pieces: Sequence[tuple[SharedPart, int]]) -> list[ShareExchange]:
+    """One exchange for each set of processes, in the same order in all of them."""
+    groups: dict[tuple[int, ...], list[tuple[SharedPart, int]]] = {}
+    for part, giver in pieces:
+        groups.setdefault(part.holders, []).append((part, giver))
+    made = []
+    for holders, parts in sorted(groups.items()):
+        ends, placed = [0] * len(holders), list[SharePiece]()
+        for part, giver in parts:
+            reader = holders.index(giver)
+            placed.append(SharePiece(part, reader, ends[reader]))
+            ends[reader] += math.ceil(part.nbytes / 64) * 64
+        made.append(ShareExchange(holders, tuple(placed), max(ends)))
+    return made
+
+
+def found_files(directory: str, root: str, item: str | None) -> list[FoundFile]:
+    """The files in a directory that have states of a root.
+
+    Raises:
+        ShadowFileError: there are none, in a process alone.
+    """
+    every = journal.files_in(directory)
+    places = [each.place for each in every]
+    found = [x for x in every if x.place.root == root and item in (None, x.place.item)]
+    if not found and jax.process_count() == 1:
+        others = ", ".join(
+            sorted({f"{x.root} (item {x.item!r})" if x.item else x.root for x in places})
+        )
+        told = f"; there are some of {others}" if others else ""
+        named = "" if item is None else f" of item {item!r}"
+        raise ShadowFileError(f"{directory} has no states{named} of {root}{told}")
+    return found
+
+
+def several_items(items: Sequence[str]) -> ValueError:
+    """The error of a directory that has states of several items."""
+    return ValueError(
+        f"expected the states of one item in memory, found those of {', '.join(items)}. Name one "
+        "of them (item=...)."
+    )

@@ -1,0 +1,283 @@
+"""A state that lies in the files of several processes, taken and compared by all of them.
+
+Each process offers what the files that it found hold; all agree on one step; each brings its files
+to it, and leaves out what has changed since it was folded; all agree who gives which box to whom.
+What is not whole at any of these points is refused, and storage serves: never a mixture of steps.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import jax
+import numpy as np
+
+from adacheck_jax.device import transfer
+from adacheck_jax.device.trees import PyTree
+from adacheck_jax.format.boxes import Blocks, Box
+from adacheck_jax.format.byte_loops import fingerprint_of
+from adacheck_jax.proof import agreement, holdings, shadow
+from adacheck_jax.proof.agreement import Choice, Offer, OfferedStep
+from adacheck_jax.proof.holdings import Boxes, Held
+from adacheck_jax.proof.journal import FoundFile, Journal
+from adacheck_jax.proof.shadow_file import ShadowFileError
+from adacheck_jax.save.attempt import Report
+from adacheck_jax.save.line.planner import Planner
+from adacheck_jax.save.recovered import (
+    Newest,
+    Recovered,
+    compared,
+    example_of,
+    examples_of,
+    leaf_like,
+)
+from adacheck_jax.state.snapshot import Structure
+from adacheck_jax.update.elements.host_fold import HostFold
+
+_log = logging.getLogger(__name__)
+
+
+class Together(Protocol):
+    """The processes that recover one state."""
+
+    def agree(self, topic: str, own: Report, judge: Callable[[Sequence[Report]], Report]) -> Report:
+        """The judge's answer to the reports of all; an error of one is raised by all."""
+        ...
+
+    def deliver(
+        self,
+        abstract: Sequence[Any],
+        givers: Mapping[int, Mapping[Box, int]],
+        own: Mapping[int, Blocks],
+    ) -> Callable[[int, Box], np.ndarray]:
+        """Gives each process the elements of the boxes that its devices need; collective.
+
+        Args:
+            abstract: shape, data type and sharding of each leaf; numpy arrays where every process
+                has the leaf for itself.
+            givers: the process that gives each box, by leaf index.
+            own: the boxes that this process has.
+
+        Returns:
+            A function from a leaf index and a box to its elements.
+        """
+        ...
+
+
+@dataclass(frozen=True, slots=True)
+class _File:
+    """An open file.
+
+    Attributes:
+        number: number of the structure that its state has.
+        journal: the file itself.
+        fold: its memory.
+        held: the boxes in it.
+        offer: what it may be brought to.
+    """
+
+    number: int
+    journal: Journal
+    fold: HostFold
+    held: Held
+    offer: Offer
+
+    @property
+    def path(self) -> object:
+        """Path of the file, for messages."""
+        return self.journal.file.path
+
+
+def state_of(
+    planner: Planner,
+    abstract_state: PyTree,
+    newest: Newest | None,
+    found: Sequence[FoundFile],
+    peers: Together,
+) -> Recovered:
+    """Takes the newest state that the files of all processes hold; collective.
+
+    Raises:
+        ShadowFileError: storage has a newer one, or there is none; the message says why.
+        RecorderError: the recorder cannot be tied to the state.
+        AdaCheckError: another process failed.
+    """
+    structures = [planner.snapshots.take(each).structure for each in examples_of(abstract_state)]
+    files, refused = list[_File](), list[str]()
+    try:
+        for each in found:
+            file = _opened(planner, structures, each)
+            if isinstance(file, str):
+                refused.append(file)
+            else:
+                files.append(file)
+        number, choice = _chosen(structures, newest, files, refused, peers)
+        structure = structures[number]
+        blocks, givers = _brought(structure, files, choice, peers)
+        return _delivered(structure, abstract_state, newest, choice, blocks, givers, peers)
+    finally:
+        for each in files:
+            each.journal.file.close()
+
+
+def _opened(planner: Planner, structures: Sequence[Structure], found: FoundFile) -> _File | str:
+    """A file of a state like one of some structures; or the reason why it cannot be taken."""
+    why = ""
+    for number, structure in enumerate(structures):
+        update = planner.updates.of(structure)
+        try:
+            file = shadow.opened(found.place, structure, update, found.held)
+        except ShadowFileError as error:
+            why = str(error)
+            continue
+        try:
+            return _File(number, *file, file[0].offer())
+        except ShadowFileError as error:
+            file[0].file.close()
+            return str(error)
+    return why
+
+
+def _chosen(
+    structures: Sequence[Structure],
+    newest: Newest | None,
+    files: Sequence[_File],
+    refused: Sequence[str],
+    peers: Together,
+) -> tuple[int, Choice]:
+    """The step that all processes agree on, and the number of its structure."""
+    leaves = structures[0].leaves
+    sizes = [leaf.nbytes // leaf.itemsize_bytes for leaf in leaves]
+
+    def judge(reports: Sequence[Report]) -> Report:
+        offers = [(number, Offer.of_json(x)) for each in reports for number, x in each["offers"]]
+        stored = reports[0]["stored"]
+        chosen = agreement.choose([each for _, each in offers], sizes, stored)
+        if isinstance(chosen, str):
+            whys = [why for each in reports for why in each["refused"]]
+            return {"why": "; ".join(dict.fromkeys([chosen, *whys[:3]]))}
+        number = next(n for n, each in offers if each.run == chosen.run)
+        return {"number": number, "choice": [chosen.run, chosen.step, chosen.sums]}
+
+    own = {
+        "offers": [[each.number, each.offer.to_json()] for each in files],
+        "refused": [*refused],
+        "stored": None if newest is None else newest.step,
+    }
+    answer = peers.agree("offers", own, judge)
+    if "why" in answer:
+        raise ShadowFileError(answer["why"])
+    run, step, sums = answer["choice"]
+    return answer["number"], Choice(run, step, tuple(sums))
+
+
+def _brought(
+    structure: Structure, files: Sequence[_File], choice: Choice, peers: Together
+) -> tuple[dict[int, Blocks], dict[int, dict[Box, int]]]:
+    """The boxes that this process has of the step, and who gives which box."""
+    blocks, held = dict[int, Blocks](), list[Boxes]()
+    for each in files:
+        offered = [x for x in each.offer.steps if x.step == choice.step]
+        if each.offer.run != choice.run or not offered:
+            continue
+        try:
+            good, found = _resumed(each, offered[0])
+        except Exception as error:  # nothing that is wrong with one copy costs the step
+            _log.warning("%s: its part of the state is not taken: %s", each.path, error)
+            continue
+        held.append(good)
+        for i, boxes in good.items():
+            blocks.setdefault(i, {}).update({box: found[i][box] for box in boxes})
+    sizes = [leaf.nbytes // leaf.itemsize_bytes for leaf in structure.leaves]
+
+    def judge(reports: Sequence[Report]) -> Report:
+        every = {
+            process: [Held.of_json(x).own for x in each["held"]]
+            for process, each in enumerate(reports)
+        }
+        lost = agreement.missing_leaves([x for each in every.values() for x in each], sizes)
+        if lost:
+            path = structure.leaves[lost[0]].path
+            return {"why": f"step {choice.step}: no whole copy of {path} is left"}
+        chosen = agreement.givers(every)
+        return {
+            "givers": [
+                [giver, holdings.to_json({i: (box,)})]
+                for i, boxes in chosen.items()
+                for box, giver in boxes.items()
+            ],
+        }
+
+    answer = peers.agree("held", {"held": [Held(x).to_json() for x in held]}, judge)
+    if "why" in answer:
+        raise ShadowFileError(answer["why"])
+    givers = dict[int, dict[Box, int]]()
+    for giver, told in answer["givers"]:
+        for i, (box,) in holdings.of_json(told).items():
+            givers.setdefault(i, {})[box] = giver
+    return blocks, givers
+
+
+def _resumed(file: _File, offered: OfferedStep) -> tuple[Boxes, Mapping[int, Blocks]]:
+    """Brings a file to a step: the boxes that are as they were when they were folded, and all."""
+    file.fold.allocate(file.journal.memory)
+    file.fold.compile()
+    found, good = file.journal.resume(offered.step), file.offer.boxes(offered)
+    if wrong := _changed(found.blocks, file.held, found.folded or {}):
+        _log.warning(
+            "%s: %d parts of the state have changed since they were stored: copies are taken.",
+            *(file.path, len(wrong)),
+        )
+        good = {i: tuple(x for x in own if (i, x) not in wrong) for i, own in good.items()}
+    return good, found.blocks
+
+
+def _changed(
+    blocks: Mapping[int, Blocks], held: Held, folded: Mapping[str, Sequence[int]]
+) -> set[tuple[int, Box]]:
+    """The boxes whose fingerprints are not those of when they had been folded."""
+    return {
+        (i, box)
+        for i, sums in ((int(key), each) for key, each in folded.items())
+        for box, expected in zip(held.boxes(i), sums, strict=True)
+        if fingerprint_of(blocks[i][box], box.start) != expected
+    }
+
+
+def _delivered(
+    structure: Structure,
+    abstract_state: PyTree,
+    newest: Newest | None,
+    choice: Choice,
+    blocks: Mapping[int, Blocks],
+    givers: Mapping[int, Mapping[Box, int]],
+    peers: Together,
+) -> Recovered:
+    """The state, put together from what all processes give; collective."""
+    abstract = [
+        _raw(leaf, described.shape, described.dtype)
+        for leaf, described in zip(jax.tree.leaves(abstract_state), structure.leaves, strict=True)
+    ]
+    read = peers.deliver(abstract, givers, blocks)
+
+    def like(i: int, leaf: Any) -> Any:
+        wanted = abstract[i]
+        if not structure.leaves[i].nbytes:
+            return example_of(leaf)
+        if not isinstance(wanted, jax.ShapeDtypeStruct):
+            return leaf_like(leaf, np.array(read(i, Box.full(wanted.shape))))
+        placed = transfer.place(wanted, lambda box: np.array(read(i, box)))
+        return transfer.keyed(placed, leaf)
+
+    return compared(structure, abstract_state, like, choice.step, choice.sums, newest)
+
+
+def _raw(leaf: Any, shape: tuple[int, ...], dtype: str) -> Any:
+    """A leaf of plain elements, abstract; a numpy array if each process has its own."""
+    sharding, element = getattr(leaf, "sharding", None), jax.numpy.dtype(dtype)
+    if sharding is None or (jax.process_count() > 1 and sharding.is_fully_addressable):
+        return np.empty(shape, element)
+    return jax.ShapeDtypeStruct(shape, element, sharding=sharding)

@@ -1,0 +1,364 @@
+"""Kills hosts of a run of several, wipes their memory, and compares what the next run recovers.
+
+    python -m tests.campaigns.hosts --count 100
+
+A run has four processes, each a host of its own: a directory for its memory, and a failure domain.
+In each round all are started, with other indices than before; at a random moment one host is sent
+SIGKILL, and then the others, as JAX ends them. Mostly the memory of the killed one is wiped. The
+next round has to recover the newest step that the files held whole, on all processes, with the bits
+that it had when it was trained.
+
+What the files held is told by the processes as it is stored. It is whole where a copy of each box
+is left: of a state that each host has (replicated) or that two have in halves, not of one that is
+cut in four. A step counts as held once it has passed the gate in a host that is left, or, where
+nothing was wiped, once all hosts have stored it.
+
+Kinds of rounds: plain; skew, with pauses around all that is stored; first, in which the host that
+is killed has process 0; corrupt, in which bits are flipped in the file of another host; and newer,
+in which storage has a newer step than memory.
+"""
+
+from __future__ import annotations
+
+import collections
+import json
+import math
+import os
+import random
+import shutil
+import signal
+import sys
+import tempfile
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from benchmarks.common import free_port
+from tests.campaigns import command
+from tests.processes import Child, forked
+
+HOSTS = 4
+KINDS = ("plain", "skew", "first", "corrupt", "newer")
+LAYOUTS = ("replicated", "halves", "cut")
+START_S = 90.0
+"""Longest wait for a round to begin to train."""
+ROUNDS = 6
+"""Rounds of a root, before another one begins."""
+
+
+@dataclass
+class Tally:
+    """Findings of a campaign.
+
+    Attributes:
+        kills: rounds that ended by kills.
+        wiped: rounds after which a host's memory was wiped.
+        recovered: rounds that began with a state from memory.
+        newer: those of them whose step storage did not have.
+        storage: rounds that began from storage, as they had to.
+        refused: reasons of the rounds that did not recover, and how often each.
+        took_s: seconds that recoveries took.
+        wrong: states with other bits than those that were trained, or of two steps.
+        lost: steps that memory held whole and that were not recovered.
+        failures: anything else.
+    """
+
+    kills: int = 0
+    wiped: int = 0
+    recovered: int = 0
+    newer: int = 0
+    storage: int = 0
+    refused: collections.Counter[str] = field(default_factory=collections.Counter)
+    took_s: list[float] = field(default_factory=list)
+    wrong: list[str] = field(default_factory=list)
+    lost: list[str] = field(default_factory=list)
+    failures: list[str] = field(default_factory=list)
+
+    def problems(self) -> list[str]:
+        """All that must not be."""
+        return [*self.wrong, *self.lost, *self.failures]
+
+
+class Hosts:
+    """Four hosts that share a root.
+
+    Args:
+        directory: to work in.
+        seed: of all that is random.
+        layout: name of the layout of the state.
+    """
+
+    def __init__(self, directory: Path, seed: int, layout: str, tally: Tally) -> None:
+        self._rng, self._layout, self.tally = random.Random(f"{seed} {layout}"), layout, tally
+        self._place = directory / f"{layout}-{seed}"
+        self._place.mkdir()
+        self._compiled = directory / "compiled"
+        self._digests: dict[int, str] = {}
+        self._lines: list[list[list[str]]] = []
+        self._expected, self._why = 0, ""
+        self._wiped = set[int]()
+
+    def round(self, kind: str) -> None:
+        """One start, and its end."""
+        name, newest = f"{self._place.name}, {kind}", self._newest()
+        children, order = self._start(kind, "memory")
+        try:
+            if not self._until_training(children):
+                self.tally.failures.append(f"{name}: did not begin; see {self._place}")
+                return
+            self._judge(name, newest)
+            self._wait_for_steps()
+            victim = order.index(0) if kind == "first" else self._rng.randrange(HOSTS)
+            self._kill(children, victim)
+        finally:
+            for each in children:
+                each.process.kill()
+                each.process.join()
+                each.output.unlink(missing_ok=True)
+        self._lines = self._read()
+        self._tell_warnings(name)
+        self.tally.kills += 1
+        self._note(victim, wipes=kind != "newer" and self._rng.random() < 0.75)
+        if kind == "corrupt":
+            self._corrupt(victim)
+        if kind == "newer":
+            self._save_elsewhere()
+
+    def _start(self, kind: str, memory: str, last: int = 10**6) -> tuple[list[Child], list[int]]:
+        order, port = self._rng.sample(range(HOSTS), HOSTS), free_port()
+        shared = {
+            "layout": self._layout,
+            "seed": self._rng.randrange(1 << 20),
+            "last": last,
+            "copies": 1,
+            "pause_s": 0.15 if kind == "skew" else 0.0,
+            "chunk_s": 0.001,
+            "recorded": 0.0 if last < 10**6 else 0.6,
+            "compiled": str(self._compiled),
+            "memory": str(self._place / memory),
+        }
+        for host in range(HOSTS):
+            self._log(host).unlink(missing_ok=True)
+        worker, root, out = (
+            "tests.campaigns.hosts_worker",
+            self._place / "root",
+            self._place / "out",
+        )
+        children = [
+            forked(
+                worker,
+                json.dumps({**shared, "host": host}),
+                order[host],
+                HOSTS,
+                port,
+                root,
+                out,
+                1,
+                10,
+            )
+            for host in range(HOSTS)
+        ]
+        return children, order
+
+    def _log(self, host: int) -> Path:
+        return Path(f"{self._place}/out-{host}")
+
+    def _read(self) -> list[list[list[str]]]:
+        """The whole lines of all hosts, as words."""
+        found = []
+        for host in range(HOSTS):
+            text = self._log(host).read_text() if self._log(host).exists() else ""
+            found.append([line.split() for line in text[: text.rfind("\n") + 1].splitlines()])
+        return found
+
+    def _until_training(self, children: Sequence[Child]) -> bool:
+        """True once all hosts have trained a step."""
+        until_s = time.monotonic() + START_S
+        while time.monotonic() < until_s:
+            self._lines = self._read()
+            if all(any(words[0] == "state" for words in own) for own in self._lines):
+                return True
+            if any(each.returncode is not None for each in children):
+                break
+            time.sleep(0.05)
+        for host, each in enumerate(children):
+            shutil.copy(each.output, self._place / f"said-{host}")
+        return False
+
+    def _wait_for_steps(self) -> None:
+        count, until_s = self._rng.choice([0, 1, 2, 3, 5, 8, 12]), time.monotonic() + 20
+        while time.monotonic() < until_s:
+            lines = self._read()
+            if min(sum(words[0] == "stored" for words in own) for own in lines) >= count:
+                break
+            time.sleep(0.005)
+        time.sleep(self._rng.random() * 0.3)
+
+    def _kill(self, children: Sequence[Child], victim: int) -> None:
+        for number, host in enumerate([victim, *(set(range(HOSTS)) - {victim})]):
+            pid = children[host].process.pid
+            if pid is not None and children[host].returncode is None:
+                os.kill(pid, signal.SIGKILL)
+            if number == 0:
+                time.sleep(self._rng.choice([0, 0, 0.1, 0.5]))
+        for each in children:
+            each.process.join()
+
+    def _note(self, victim: int, *, wipes: bool) -> None:
+        """Wipes the memory of a host, and notes which step is left whole."""
+        for own in self._lines:
+            self._digests |= {int(w[1]): w[2] for w in own if w[0] == "state"}
+        wiped = {victim} if wipes else set[int]()
+        if wipes:
+            self.tally.wiped += 1
+            shutil.rmtree(self._place / "memory" / str(victim), ignore_errors=True)
+        has_copies = self._layout != "cut"
+        stored = [_steps(own, "stored") for own in self._lines]
+        passed = [_steps(own, "passed") for own in self._lines]
+        left = [host for host in range(HOSTS) if host not in wiped]
+        known = max((x for host in left for x in passed[host]), default=0)
+        if known == 0 and not all(self._has_begun(own) for own in self._lines):
+            # The files of the run before are still there.
+            self._wiped |= wiped
+            is_left = len(self._wiped) <= 1 if has_copies else not self._wiped
+            self._expected = self._expected if is_left else 0
+            return
+        self._wiped = wiped
+        if wiped and not has_copies:
+            known = 0
+        elif not wiped and all(stored):
+            known = max(known, min(max(each) for each in stored))
+        # A whole state that replaces another is on its way: then no file may have a step.
+        is_gap = any(not stored[host] for host in left)
+        self._expected = 0 if is_gap else known
+
+    def _tell_warnings(self, name: str) -> None:
+        """Notes what no kill explains: a copy that differs, or a process that does not follow."""
+        told = ("keeps no copies", "Nothing can be recovered", "are checked by sample")
+        for own in self._lines:
+            said = (" ".join(words[1:]) for words in own if words[0] == "said")
+            self.tally.failures += [
+                f"{name}: {each}" for each in said if any(words in each for words in told)
+            ]
+
+    def _has_begun(self, own: Sequence[Sequence[str]]) -> bool:
+        return any(words[0] == "lifted" for words in own)
+
+    def _newest(self) -> int:
+        root = self._place / "root"
+        names = os.listdir(root) if root.is_dir() else []
+        return max((int(name) for name in names if name.isdecimal()), default=0)
+
+    def _judge(self, name: str, newest: int) -> None:
+        """Compares what all hosts began with to what memory held."""
+        tally, begun = self.tally, [_begin(own) for own in self._lines]
+        if len(set(begun)) > 1:
+            tally.wrong.append(f"{name}: hosts began with {sorted(set(begun))}")
+            return
+        what, step, digest = begun[0]
+        if step and digest != self._digests.get(step):
+            tally.wrong.append(f"{name}: step {step} has other bits")
+        if step < max(self._expected, newest):
+            why = next((" ".join(w) for w in self._lines[0] if w[0] == "refused"), "")
+            tally.lost.append(
+                f"{name}: had {self._expected}, {newest} in storage, {what} {step} {why}"
+            )
+        if what == "recovered":
+            tally.recovered += 1
+            tally.newer += step > newest
+            tally.took_s += [float(w[1]) for w in self._lines[0] if w[0] == "took"]
+        else:
+            tally.storage += 1
+            reason = next((" ".join(w[11:]) for w in self._lines[0] if w[0] == "refused"), "")
+            words = [each for each in reason.split() if "/" not in each]
+            tally.refused["".join("N" if c.isdigit() else c for c in " ".join(words))] += 1
+
+    def _corrupt(self, victim: int) -> None:
+        """Flips bits in what another host has in memory."""
+        others = [host for host in range(HOSTS) if host != victim]
+        host = self._rng.choice(others)
+        files = sorted((self._place / "memory" / str(host)).glob("*"))
+        for path in files:
+            size = path.stat().st_size
+            with path.open("r+b") as file:
+                for _ in range(3):
+                    file.seek(self._rng.randrange(size // 4, size))
+                    at, byte = file.tell(), file.read(1)
+                    file.seek(at)
+                    file.write(bytes([byte[0] ^ 1 << self._rng.randrange(8)]))
+        self._expected = 0 if self._wiped or self._layout == "cut" else self._expected
+
+    def _save_elsewhere(self) -> None:
+        """Saves newer steps, in a run whose memory is elsewhere."""
+        last = max(self._expected, self._newest()) + 3
+        children, _ = self._start("newer", "elsewhere", last)
+        for host, each in enumerate(children):
+            each.process.join(START_S)
+            if each.returncode != 0:
+                self.tally.failures.append(f"{self._place.name}: a run without memory failed")
+                shutil.copy(each.output, self._place / f"said-{host}")
+            each.process.kill()
+            each.process.join()
+        for own in self._read():
+            self._digests |= {int(w[1]): w[2] for w in own if w[0] == "state"}
+        shutil.rmtree(self._place / "elsewhere", ignore_errors=True)
+
+
+def _steps(own: Sequence[Sequence[str]], word: str) -> list[int]:
+    """The steps that lie in a file since it was overwritten last."""
+    found = list[int]()
+    for words in own:
+        if words[0] == "lifted":
+            found.clear()
+        elif words[0] == word:
+            found.append(int(words[1]))
+    return found
+
+
+def _begin(own: Sequence[Sequence[str]]) -> tuple[str, int, str]:
+    for words in own:
+        if words[0] in ("recovered", "restored"):
+            return words[0], int(words[1]), words[2]
+    return "nothing", 0, ""
+
+
+def table(tally: Tally) -> str:
+    """What was found."""
+    took = sorted(tally.took_s) or [math.nan]
+    rows = [
+        ("rounds that ended by SIGKILL of all hosts", tally.kills),
+        ("of them with one host's memory wiped", tally.wiped),
+        ("states recovered from memory", tally.recovered),
+        ("of them newer than storage", tally.newer),
+        ("began from storage, or with nothing", tally.storage),
+        *((f"because: {reason}", count) for reason, count in tally.refused.most_common()),
+        ("seconds of a recovery, median (longest)", f"{took[len(took) // 2]} ({took[-1]})"),
+        ("states with wrong bits, or of two steps", len(tally.wrong)),
+        ("steps lost that memory held whole", len(tally.lost)),
+        ("other failures", len(tally.failures)),
+    ]
+    return command.table(("what", "number"), rows)
+
+
+def main() -> int:
+    """Reads the command line, kills, and prints a table."""
+    options: dict[str, Any] = {"seed": 0, "minutes": math.inf, "directory": None, "json": False}
+    args = command.parser(__doc__, count=100, **options).parse_args()
+    directory = args.directory or Path(tempfile.mkdtemp(prefix="hosts-", dir="/dev/shm"))
+    tally, hosts, problems = Tally(), list[Hosts](), list[str]()
+    rng = random.Random(args.seed)
+    with command.workplace(directory, problems):
+        for number in command.trials(args.count, args.minutes):
+            if number % ROUNDS == 0:
+                layout = LAYOUTS[number // ROUNDS % len(LAYOUTS)]
+                hosts.append(Hosts(directory, args.seed + number, layout, tally))
+            hosts[-1].round("plain" if number % ROUNDS == 0 else rng.choice(KINDS))
+        problems += tally.problems()
+    text = "" if args.json else table(tally)
+    return command.finish({"seed": args.seed, **vars(tally)}, problems, text)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

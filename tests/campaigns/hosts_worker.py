@@ -1,0 +1,209 @@
+"""One process of a run of several whose hosts are killed; see :mod:`tests.campaigns.hosts`.
+
+Usage: hosts_worker.py MODE PROCESS PROCESSES PORT ROOT OUT DEVICES HEARTBEAT
+
+MODE is JSON: the host that this process is, the layout, a seed, the last step, the number of
+copies, the longest pause and that after a chunk, the share of recorded steps, a directory for
+compiled programs, and one for the memory of all hosts: a folder for each, or one machine's. The
+process recovers or restores, trains until it is killed or has all steps, and appends to OUT-HOST a
+line for each of:
+
+    took SECONDS, refused REASON                      how recovery went
+    recovered STEP DIGEST, restored STEP DIGEST       where it begins
+    state STEP DIGEST                                 a state, before it is recorded or saved
+    stored STEP, passed STEP, lifted                  what lies in this host's file, when it does
+    said MESSAGE                                      what the library logs
+    over                                              all steps are there
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import logging
+import random
+import time
+from pathlib import Path
+from typing import Any
+
+from tests.one_process import own  # isort: skip
+
+import jax
+import jax.numpy as jnp
+import optax
+from jax.experimental import multihost_utils
+from jax.sharding import NamedSharding, PartitionSpec
+
+import adacheck_jax as adacheck
+from adacheck_jax.device import transfer
+from adacheck_jax.proof.journal import Journal
+from tests import support
+from tests.campaigns.crashes import compile_once
+
+given = json.loads(own.mode)
+rng = random.Random(given["seed"] * 100 + given["host"])
+log = Path(f"{own.out}-{given['host']}").open("a", buffering=1)  # noqa: SIM115
+AXES = {
+    "replicated": (own.processes, 1),
+    "halves": (own.processes // 2, 2),
+    "cut": (1, own.processes),
+}
+WIDTH = 64
+
+
+def tell(*words: object) -> None:
+    """Appends a line."""
+    log.write(" ".join(map(str, words)) + "\n")
+
+
+def pause() -> None:
+    """Waits now and then, so that processes are apart."""
+    if given["pause_s"] and rng.random() < 0.2:
+        time.sleep(rng.random() * given["pause_s"])
+
+
+def watch() -> None:
+    """Tells what lies in the file as soon as it does, and pauses around it."""
+    begin, lift, note = Journal.begin, Journal.lift, Journal.note
+
+    def begun(
+        self: Journal,
+        step: int,
+        updates: Any,
+        sums: Any,
+        passed: Any = None,
+        *more: Any,
+        **options: Any,
+    ) -> None:
+        pause()
+        begin(self, step, updates, sums, passed, *more, **options)
+        tell("stored" if passed is None else "passed", step)
+        pause()
+
+    def lifted(self: Journal) -> None:
+        tell("lifted")
+        lift(self)
+
+    def noted(self: Journal, count: int) -> None:
+        note(self, count)
+        time.sleep(given["chunk_s"])
+
+    Journal.begin, Journal.lift, Journal.note = begun, lifted, noted
+
+
+def program() -> support.Program:
+    """A small model, its leaves cut along the second axis of the mesh alone."""
+    mesh = support.mesh_of(AXES[given["layout"]])
+    recorder, chain = support.recorded(optax.adamw(1e-2))
+    column = NamedSharding(mesh, PartitionSpec(None, mesh.axis_names[1]))
+    whole = NamedSharding(mesh, PartitionSpec())
+
+    def placed(x: Any) -> Any:
+        return jax.device_put(x, column if jnp.ndim(x) == 2 else whole)
+
+    def begin() -> Any:
+        keys = jax.random.split(jax.random.key(0), 3)
+        params = {f"layer{n}": jax.random.normal(keys[n], (WIDTH, 4 * WIDTH)) for n in range(3)}
+        params["bias"] = jnp.zeros(4 * WIDTH)
+        state = {
+            "params": params,
+            "opt_state": chain.init(params),
+            "step": jnp.int32(0),
+            "noise": jax.random.key_data(jax.random.key(7)),
+        }
+        key = jax.jit(lambda: jax.random.key(7), out_shardings=whole)()
+        return {**jax.tree.map(placed, state), "key": key}
+
+    def train_step(state: Any, data: Any) -> Any:
+        x, y = (each.repeat(WIDTH // each.shape[1], 1) for each in data)
+
+        def loss_of(params: Any) -> Any:
+            hidden = sum(jnp.tanh(x @ params[f"layer{n}"]) for n in range(3)) + params["bias"]
+            return jnp.mean((hidden[:, :WIDTH] - y) ** 2)
+
+        grads = jax.grad(loss_of)(state["params"])
+        updates, opt_state = chain.update(grads, state["opt_state"], state["params"])
+        noise = state["noise"] * jnp.uint32(1664525) + jnp.uint32(1013904223)
+        params = optax.apply_updates(state["params"], updates)
+        step, key = state["step"] + 1, jax.random.fold_in(state["key"], state["step"])
+        return {"params": params, "opt_state": opt_state, "step": step, "noise": noise, "key": key}
+
+    return support.Program.of(recorder, begin, train_step)
+
+
+def digest(state: Any) -> str:
+    """Digest of a whole state; collective."""
+    whole = multihost_utils.process_allgather(jax.tree.map(transfer.raw, state), tiled=True)
+    data = b"".join(each.tobytes() for each in jax.tree.leaves(whole))
+    return hashlib.sha256(data).hexdigest()[:16]
+
+
+def spoil(manager: Any) -> None:
+    """Flips a bit of a copy in this host's memory, as a bad module would."""
+    shadow = manager.handler.run.saver._shadow
+
+    def flip() -> None:
+        copy = shadow._state
+        (boxes,) = copy.held.copies.values()
+        leaf = next(i for i in copy._arrays if i in boxes)
+        block = copy._fold.blocks(leaf)[boxes[leaf][0]]
+        block.reshape(-1).view("u4")[3] ^= 1
+
+    shadow._thread.submit(flip).result()
+
+
+def main() -> None:
+    """Recovers, and trains."""
+    run, reasons = program().run(), list[str]()
+    handler = logging.Handler()
+
+    def said(record: logging.LogRecord) -> None:
+        reasons.append(record.getMessage())
+        tell("said", reasons[-1].replace("\n", " "))
+
+    handler.emit = said
+    logging.getLogger("adacheck_jax").addHandler(handler)
+    is_shared = given.get("shared", False)
+    shadow = adacheck.Shadow(
+        directory=given["memory"] if is_shared else f"{given['memory']}/{given['host']}",
+        domain=None if is_shared else f"host {given['host']}",
+        copies=given["copies"],
+        bytes=1000 if given.get("without") == given["host"] else None,
+    )
+    compile_once(Path(given["compiled"]))
+    watch()
+    with adacheck.checkpoint_manager(own.root, run.recorder, shadow=shadow) as manager:
+        begin_s = time.monotonic()
+        abstract = support.abstract(run.state)
+        found = manager.handler.recover(manager.directory, abstract)
+        tell("took", f"{time.monotonic() - begin_s:.2f}")
+        step = 0
+        for each in reasons:
+            if "not recovered" in each:
+                tell("refused", each)
+            elif "changed since" in each:
+                tell("changed", each)
+        if found is not None:
+            step, run.state = found
+            tell("recovered", step, digest(run.state))
+        elif (newest := manager.latest_step()) is not None:
+            step, run.state = newest, manager.restore(newest, args=adacheck.RestoreArgs(abstract))
+            tell("restored", step, digest(run.state))
+        run.count = step
+        choose = random.Random(given["seed"])  # the same in all processes
+        while step < given["last"]:
+            step += 1
+            run.advance()
+            tell("state", step, digest(run.state))
+            if (step, given["host"]) == (5, given.get("spoiled")):
+                spoil(manager)
+            if choose.random() < given["recorded"] and manager.handler.record_step(run.state, step):
+                continue
+            manager.save(step, args=adacheck.SaveArgs(run.state))
+            if choose.random() < 0.3:
+                manager.wait_until_finished()
+        manager.wait_until_finished()
+        tell("over")
+
+
+main()

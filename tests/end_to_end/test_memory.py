@@ -1,0 +1,91 @@
+"""Real processes on one machine recover what others have left in its memory."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from benchmarks.common import free_port
+from tests.processes import forked, outputs
+
+WORKER = "tests.campaigns.hosts_worker"
+
+
+def run(
+    directory: Path, processes: int, layout: str, last: int, **options: Any
+) -> dict[str, list[list[str]]]:
+    """Recovers and trains to a step; the lines that each process told, by their first words."""
+    given = {
+        "layout": layout,
+        "seed": last,
+        "last": last,
+        "copies": 1,
+        "pause_s": 0.0,
+        "chunk_s": 0.0,
+        "recorded": 0.5,
+        "compiled": str(directory / "compiled"),
+        "memory": str(directory / "memory"),
+        **options,
+    }
+    port = free_port()
+    out = directory / f"to-{last}"
+    outputs(
+        [
+            forked(
+                *(WORKER, json.dumps({**given, "host": n}), n, processes, port),
+                *(directory / "root", out, 1, 100),
+            )
+            for n in range(processes)
+        ]
+    )
+    found: dict[str, list[list[str]]] = {}
+    for n in range(processes):
+        for line in Path(f"{out}-{n}").read_text().splitlines():
+            word, *rest = line.split()
+            found.setdefault(word, []).append(rest)
+    return found
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("layout", ["replicated", "cut"])
+def test_another_number_of_processes_recovers_what_was_left_in_memory(tmp_path, layout):
+    before = run(tmp_path, 4, layout, 7, shared=True)
+    for processes, last in ((2, 10), (1, 12), (2, 14)):
+        now = run(tmp_path, processes, layout, last, shared=True)
+        state = next(rest for rest in before["state"] if rest[0] == str(before_last(before)))
+        assert now["recovered"] == [state] * processes
+        assert len([*(tmp_path / "memory").iterdir()]) == processes
+        before = now
+
+
+def before_last(told: dict[str, list[list[str]]]) -> int:
+    """The last step that a run trained."""
+    return max(int(rest[0]) for rest in told["state"])
+
+
+@pytest.mark.slow
+def test_a_bad_copy_costs_the_copy_alone_and_is_told(tmp_path):
+    told = run(tmp_path, 2, "replicated", 9, spoiled=1)
+    said = [" ".join(each) for each in told["said"]]
+    assert len([x for x in said if "keeps no copies of the state of process 0" in x]) == 1
+    assert len(told["over"]) == 2
+    assert not [each for each in said if "not saved" in each]
+    # Its owner is lost, so there is no whole copy; the owner of the others is not.
+    shutil.rmtree(tmp_path / "memory/0")
+    again = run(tmp_path, 2, "replicated", 10)
+    assert "recovered" not in again
+    assert [each[0] for each in again["restored"]] == ["9"] * 2
+
+
+@pytest.mark.slow
+def test_where_a_process_has_no_room_nothing_is_recovered_and_all_steps_are_saved(tmp_path):
+    told = run(tmp_path, 2, "replicated", 6, without=1)
+    said = [" ".join(each) for each in told["said"]]
+    assert [x for x in said if "Nothing can be recovered from memory until the next base" in x]
+    assert [x for x in said if "nothing can be recovered from memory: a copy of the state" in x]
+    again = run(tmp_path, 2, "replicated", 7)
+    assert [each[0] for each in again["restored"]] == ["6"] * 2
