@@ -28,8 +28,8 @@ class Shadow:
 
     Attributes:
         bytes: the most host memory that it may take in this process; it needs as much as this
-            process writes of a base, and a record. None for half of what is free, shared by up to
-            eight processes.
+            process writes of a base, and a record; copies take as much again. None for half of what
+            is free, shared by up to eight processes.
         directory: a directory of this machine in memory, such as ``"/dev/shm/myrun"``, in which it
             lies in a file: a process that is killed and started again here gets its state back
             without reading storage (:meth:`AdaCheckHandler.recover`). It is made if it is not

@@ -147,7 +147,8 @@ def parts_of(
         if leaf.nbytes and is_known and i not in in_rows and i not in scalars:
             rows[i] = (i,)
     load_bytes, parts = [0] * len(domains), list[HeldBox]()
-    for first, row in sorted(rows.items()):
+    # What no update touches comes first: its owners are known before the update is.
+    for first, row in sorted(rows.items(), key=lambda pair: (pair[0] in touched, pair[0])):
         row_bytes = sum(leaves[i].itemsize_bytes for i in row)
         for box, owner in zip(leaves[first].boxes, leaves[first].owners, strict=True):
             owners = [owner]

@@ -112,7 +112,7 @@ class ShadowState:
         # that was folded last.
         self._peers, self._is_gated, self._bad = peers, False, frozenset[int]()
         self._folded: tuple[int, dict[tuple[int, Box], int]] | None = None
-        self._received: dict[str, list[int]] = {}
+        self._received: dict[tuple[int, Box], int] = {}
         self.has_room_for_copy = size_of(fold, journal) + fold.size_bytes() <= most_bytes
         self.is_lost = False
         self.position: Position | None = None
@@ -256,12 +256,15 @@ class ShadowState:
         if passed is None or self._folded is None or self.journal is None:
             return
         journal, found, blocks = self.journal, self._folded[1], step.blocks
-        folded = {str(i): [found[i, box] for box in self.held.boxes(i)] for i in self._arrays}
         for i in journal.received:
-            if str(i) not in self._received or (blocks.get(i)):
-                own = journal.own(i).items()
-                self._received[str(i)] = [fingerprint_of(x, box.start) for box, x in own]
-        journal.begin(step.number, (), step.sums(), passed, folded | self._received, self._bad)
+            brings = i in blocks and blocks[i]
+            for box, x in journal.own(i).items():
+                if brings or (i, box) not in self._received:
+                    self._received[i, box] = fingerprint_of(x, box.start)
+        found = found | self._received
+        self._folded, leaves = (step.number, found), sorted({i for i, _ in found})
+        folded = {str(i): [found[i, box] for box in self.held.boxes(i)] for i in leaves}
+        journal.begin(step.number, (), step.sums(), passed, folded, self._bad)
 
     def copied(
         self, position: Position, others: Mapping[int, Blocks]
@@ -340,6 +343,9 @@ class ShadowState:
             journal.lift()
         if anew:  # an update that failed may have left it in between
             self._fold.go_to(False, False)
+            stored = () if journal is None else journal.received
+            if any(self.held.boxes(i) and not blocks.get(i) for i in stored):
+                raise UnfitError("a base did not bring all that is kept of it")
         if journal is not None:
             journal.receive(self._taken, blocks)
         self._take(blocks, updates, after)

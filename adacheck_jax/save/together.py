@@ -272,7 +272,19 @@ def _delivered(
         placed = transfer.place(wanted, lambda box: np.array(read(i, box)))
         return transfer.keyed(placed, leaf)
 
-    return compared(structure, abstract_state, like, choice.step, choice.sums, newest)
+    found, why = None, ""
+    try:
+        found = compared(structure, abstract_state, like, choice.step, choice.sums, newest)
+    except ShadowFileError as error:
+        why = str(error)
+
+    def judge(reports: Sequence[Report]) -> Report:
+        return {"why": next((each["why"] for each in reports if each["why"]), "")}
+
+    why = peers.agree("verdict", {"why": why}, judge)["why"]
+    if found is None or why:  # all of them, or none
+        raise ShadowFileError(why)
+    return found
 
 
 def _raw(leaf: Any, shape: tuple[int, ...], dtype: str) -> Any:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 from hypothesis import given
@@ -186,8 +187,12 @@ def test_copies_lie_in_other_domains_with_those_that_have_the_box_anyway(data):
         Leaf(f"leaf{n}", tuple(c[-1] for c in s.cuts), "float32", 4, None, s.cuts, s.owners)
         for n, s in enumerate(shares)
     ]
-    structure = SimpleNamespace(leaves=leaves, layouts=held, touched=frozenset())
-    found = holdings.parts_of(structure, None, domains, copies)  # pyright: ignore[reportArgumentType]
+    touched = frozenset(data.draw(st.sets(st.integers(0, len(leaves) - 1))))
+    structure: Any = SimpleNamespace(leaves=leaves, layouts=held, touched=touched)
+    pieces: Any = SimpleNamespace(batches=(), leaves=(), computed=frozenset(), scalar_leaves=())
+    found = holdings.parts_of(structure, pieces, domains, copies)
+    before = holdings.parts_of(structure, None, domains, copies)  # the update is not known yet
+    assert before == [each for each in found if each.leaves[0] not in touched]
     for i, leaf in enumerate(leaves):
         assert [each.box for each in found if each.leaves == (i,)] == leaf.boxes
     alone = 0
@@ -202,4 +207,4 @@ def test_copies_lie_in_other_domains_with_those_that_have_the_box_anyway(data):
         able = {domains[x] for x in holders} - {domains[owner]}
         assert len(others) == min(copies, len(able))
         alone += 4 * each.box.size * (len(others) < copies)
-    assert holdings.unprotected_bytes(structure, found, copies) == alone  # pyright: ignore[reportArgumentType]
+    assert holdings.unprotected_bytes(structure, found, copies) == alone

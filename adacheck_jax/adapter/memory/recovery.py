@@ -41,7 +41,7 @@ class RecoveringProcesses:
     def __init__(self, root: AnyPath) -> None:
         self._root = root
         self._exchange = processes.exchange(f"{root} in memory")
-        self._topics = iter(("items", "offers", "held"))
+        self._topics = iter(("items", "offers", "held", "verdict"))
         self._topic = next(self._topics)
 
     def agree(self, topic: str, own: Report, judge: Callable[[Sequence[Report]], Report]) -> Report:
