@@ -422,7 +422,14 @@ def _ephemeral(
 
 
 def _signature(leaf: Any, array: Any) -> Any:
-    where = array.sharding if isinstance(array, jax.Array) else None
+    where: Any = array.sharding if isinstance(array, jax.Array) else None
+    if isinstance(where, jax.sharding.NamedSharding):
+        # JAX says now P(), now P(None), of the elements of a PRNG key.
+        axes = (*where.spec, None)
+        while axes and axes[-1] is None:
+            axes = axes[:-1]
+        others = (getattr(where.spec, name, None) for name in ("reduced", "unreduced"))
+        where = (where.mesh, axes, where.memory_kind, *others)
     return (tuple(array.shape), str(array.dtype), where, transfer.is_key(leaf))
 
 

@@ -453,7 +453,7 @@ def test_a_base_that_failed_is_saved_again_by_the_same_process(root, store):
         store.proxy.refuse = lambda method, path: (
             403 if method in ("POST", "PUT") and "default/d/" in unquote(path) else 0
         )
-        with pytest.raises(StorageError, match=r"Not written: 1\. They are kept"):
+        with pytest.raises(StorageError, match=r"Steps that are not written: 1\. They are kept"):
             save_steps(manager, run, 1)
         store.proxy.reset()
         manager.reload()

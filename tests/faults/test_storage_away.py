@@ -91,11 +91,11 @@ class Clock:
 class Loop:
     """A training loop that saves each step, and remembers the states."""
 
-    def __init__(self, root: Any, **options: Any) -> None:
+    def __init__(self, root: Any, kept: int | None = None, **options: Any) -> None:
         self.run, self.root = support.dict_run(support.mesh_of((1, 1))), root
         self.states: dict[int, Any] = {}
         self.manager = adacheck.checkpoint_manager(
-            str(root), self.run.recorder, max_to_keep=None, **options
+            str(root), self.run.recorder, max_to_keep=kept, **options
         )
         self.clock = Clock(self.manager)
 
@@ -243,12 +243,30 @@ def test_a_full_disk_takes_what_has_room(tmp_path, monkeypatch):
         loop.until_away(storage)
         loop.step(20)
         monkeypatch.setattr(manifest_file, "write", write_while_there_is_room)
-        with pytest.raises(StorageError, match=r"No space .* Not written: 10 to 23\. They"):
+        with pytest.raises(
+            StorageError, match=r"No space .* Steps that are not written: 10 to 23\. They"
+        ):
             manager.wait_until_finished()
         assert manager.all_steps() == [1, 2, 3, 5, 9]
         room[0] = 100
         manager.wait_until_finished()
     assert joined(loop.check()) == [[4, 5], [*range(6, 10)], [*range(10, 18)], [*range(18, 24)]]
+
+
+def test_no_step_stays_that_retention_let_go(tmp_path, monkeypatch):
+    """Orbax forgets a step that a save was to delete, also if that save fails."""
+    storage, loop = Storage(monkeypatch, "manifest", "refuse"), Loop(tmp_path, kept=3)
+    with loop.manager as manager:
+        loop.step(4)
+        loop.until_away(storage, 2)
+        storage.come_back()
+        loop.clock.s += 60
+        for _ in range(6):
+            loop.step()
+            loop.until_failed()
+        manager.wait_until_finished()
+        on_disk = sorted(int(path.name) for path in tmp_path.iterdir() if path.name.isdecimal())
+        assert on_disk == manager.all_steps()
 
 
 def manifest_of(root, step):
@@ -271,9 +289,9 @@ def test_an_error_names_the_steps_that_are_lost(tmp_path, monkeypatch):
     storage, loop = Storage(monkeypatch, "pack", "refuse"), Loop(tmp_path)
     loop.until_away(storage)
     loop.step(2)
-    with pytest.raises(StorageError, match=r"Not written: 3 to 5\. They are kept"):
+    with pytest.raises(StorageError, match=r"Steps that are not written: 3 to 5\. They are kept"):
         loop.manager.wait_until_finished()
-    with pytest.raises(StorageError, match=r"Not written: 3 to 5\. They are lost"):
+    with pytest.raises(StorageError, match=r"Steps that are not written: 3 to 5\. They are lost"):
         loop.manager.close()
     storage.come_back()
     loop.check(lost=(3, 4, 5))
@@ -297,7 +315,9 @@ def test_where_memory_is_full_a_save_waits_or_raises(mode, tmp_path, monkeypatch
             loop.step()
         else:
             count = loop.run.count
-            with pytest.raises(StorageError, match=f"Not written: 3 to {count}\\. They are kept"):
+            with pytest.raises(
+                StorageError, match=f"Steps that are not written: 3 to {count}\\. They are kept"
+            ):
                 loop.step()
             del loop.states[count + 1]
             storage.come_back()

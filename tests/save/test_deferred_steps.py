@@ -1,6 +1,7 @@
 """Steps that are recorded, and written by the next save."""
 
 import dataclasses
+import functools
 import gc
 import json
 import logging
@@ -759,3 +760,28 @@ def test_several_processes_record_alike(tmp_path, processes, devices):
     for step in (4, 8):
         restored = leaves(tmp_path / f"again-restored{step}.npz")
         assert restored == leaves(tmp_path / f"out-saved{step}.npz")
+
+
+def test_a_typed_key_keeps_no_step_from_being_recorded(tmp_path):
+    """JAX places its elements now by P(), now by P(None), which are the same."""
+    whole = jax.NamedSharding(support.mesh_of((2, 4)), jax.P())
+    recorder = adacheck.Recorder(optax.sgd(0.1, 0.9))
+    params = {"w": jnp.ones((8, 8))}
+    state = {"params": params, "opt_state": recorder.init(params), "key": jax.random.key(0)}
+
+    @functools.partial(jax.jit, out_shardings=whole)
+    def step_of(state):
+        gradients = jax.tree.map(jnp.sin, state["params"])
+        updates, opt_state = recorder.update(gradients, state["opt_state"], state["params"])
+        params = optax.apply_updates(state["params"], updates)
+        key = jax.random.split(state["key"])[0]
+        return {"params": params, "opt_state": opt_state, "key": key}
+
+    state = jax.device_put(state, whole)
+    with adacheck.checkpoint_manager(tmp_path, recorder) as manager:
+        for step in range(6):
+            state = step_of(state)
+            if step < 2:
+                assert manager.save(step, args=adacheck.SaveArgs(state))
+            else:
+                assert manager.handler.record_step(state, step)

@@ -249,8 +249,10 @@ class AdaCheckManager(ocp.CheckpointManager):
             self._fail(*flying, error)
             return False
         if flying is not None and self._outage is not None:
-            report = self.handler.last_save
+            report, was_away = self.handler.last_save, self._outage.is_away
             self._outage.end(report.durable_s if report is not None else None)
+            if was_away:  # what a save that failed was to delete is forgotten otherwise
+                self.reload()
             if not self._kept().steps:
                 self._promised = -1
         return True
@@ -337,7 +339,7 @@ class AdaCheckManager(ocp.CheckpointManager):
             reason = first_line(error) if error is not None else "it was not saved"
             raise StorageError(
                 f"{self.directory}: expected to write steps that are in memory, found: {reason}. "
-                f"Not written: {shown_steps(self._kept().steps)}. "
+                f"Steps that are not written: {shown_steps(self._kept().steps)}. "
                 + ("They are lost." if until_s else "They are kept, and the next save tries again.")
             ) from error
         self._promised, self._has_gap = -1, False
