@@ -66,7 +66,7 @@ def test_a_good_step_is_what_is_restored(saved, caplog):
         state, info = restore(root, run, 6, skip_damaged=True)
     assert info.step == 6
     support.assert_same_bits(state, states[6])
-    assert not caplog.records
+    assert not [x for x in caplog.records if x.name.startswith("adacheck_jax")]
 
 
 @pytest.mark.slow
@@ -248,7 +248,7 @@ class TestLatestRestorable:
         root, _, states = saved
         with caplog.at_level(logging.WARNING, logger="adacheck_jax"):
             assert adacheck.latest_restorable(root) == max(states)
-        assert not caplog.records
+        assert not [x for x in caplog.records if x.name.startswith("adacheck_jax")]
 
     def test_a_flipped_bit_is_found_by_reading_alone(self, saved, caplog):
         root, _, _ = saved
@@ -348,5 +348,5 @@ def test_a_number_of_the_callers_own_is_no_swap(tmp_path, caplog):
         manager.save(1, args=adacheck.SaveArgs(run.advance(), step=1000))
     with caplog.at_level(logging.WARNING, logger="adacheck_jax"):
         assert restore(tmp_path, run, 1)[1].step == 1000
-    assert not caplog.records
+    assert not [x for x in caplog.records if x.name.startswith("adacheck_jax")]
     assert not audit.verify_root(tmp_path).damaged_count

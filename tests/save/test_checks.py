@@ -522,7 +522,7 @@ def test_a_hyper_parameter_set_by_hand_costs_itself(tmp_path, caplog, when, chec
     assert rate in stored[3]
     assert stored[3] == {rate}
     assert not any(each.unreplayed for each in found.values())
-    assert not caplog.records
+    assert not [x for x in caplog.records if x.name.startswith("adacheck_jax")]
     assert_all_restorable(tmp_path, saved, run.state, mesh_of((4, 2)))
 
 

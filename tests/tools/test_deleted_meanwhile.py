@@ -183,7 +183,7 @@ def test_the_newest_restorable_step_is_not_one_that_goes(tmp_path, monkeypatch, 
     check = restorable.check
     monkeypatch.setattr(restorable, "check", deleting(check, root / "5"))
     assert adacheck.latest_restorable(root) == 4
-    assert not caplog.records
+    assert not [x for x in caplog.records if x.name.startswith("adacheck_jax")]
 
 
 @pytest.mark.slow

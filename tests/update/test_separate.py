@@ -192,7 +192,7 @@ def test_a_state_saved_before_the_first_update_is_no_surprise(tmp_path, caplog):
     ):
         manager.save(0, args=adacheck.SaveArgs(run.state))
         save_steps(manager, run, 2)
-    assert not caplog.records
+    assert not [x for x in caplog.records if x.name.startswith("adacheck_jax")]
     assert replayed(tmp_path) == [False, True, True]
 
 
