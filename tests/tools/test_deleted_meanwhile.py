@@ -170,12 +170,13 @@ def test_other_steps_are_copied(tmp_path, saved):
     with pytest.MonkeyPatch.context() as patch:
         Deletion(patch, root / str(STEP), 2 * looks_of("cp", saved, tmp_path) // 5)
         report = copying.copy([root], copy)
-    assert {row.name: row.result for row in report.steps} == {
-        **dict.fromkeys(("1", "2", "4", "5"), copy_plan.COPIED),
-        str(STEP): copy_plan.DELETED,
-    }
+    found = {int(row.name): row.result for row in report.steps}
+    own = found.pop(STEP)  # threads copy: all of it may have been read by then
+    assert found == dict.fromkeys((1, 2, 4, 5), copy_plan.COPIED)
+    assert own in (copy_plan.DELETED, copy_plan.COPIED)
+    there = sorted([*found, *([STEP] if own == copy_plan.COPIED else [])])
     whole = audit.verify_root(copy, read_data=True, replay=True)
-    assert [(each.step, each.damage) for each in whole.steps] == [(n, ()) for n in (1, 2, 4, 5)]
+    assert [(each.step, each.damage) for each in whole.steps] == [(n, ()) for n in there]
 
 
 def test_the_newest_restorable_step_is_not_one_that_goes(tmp_path, monkeypatch, caplog, saved):
