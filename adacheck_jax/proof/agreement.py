@@ -38,7 +38,7 @@ class OfferedStep:
 
 @dataclass(frozen=True, slots=True)
 class Offer:
-    """What one file holds.
+    """Boxes and steps in one file.
 
     Attributes:
         run: name of the run that wrote it.

@@ -297,7 +297,7 @@ class Journal:
         self.note(0)
 
     def offer(self) -> Offer:
-        """What the file holds, and the steps that it may be brought to.
+        """Boxes in the file, and the steps that it may be brought to.
 
         Raises:
             ShadowFileError: the file holds no whole step.

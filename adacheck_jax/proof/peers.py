@@ -14,7 +14,7 @@ from typing import Any, Protocol
 from adacheck_jax.format.fingerprint import combine
 
 Report = dict[str, Any]
-"""What one process tells the others, as JSON."""
+"""Report of one process to the others, as JSON."""
 
 
 class Gate(Protocol):

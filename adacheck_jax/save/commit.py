@@ -138,9 +138,9 @@ def _delta_manifest(save: Save, parent: Lineage, agreed: Agreed) -> DeltaManifes
         deltas.append(before)
     *deferred, own = deltas
     reference, leaves = lookup.reference(save.directory, parent.entries[-1].holder), ()
-    before_count, own_leaves = parent.manifest.process_count, save.structure.leaves
-    if own_leaves != parent.leaves or len(own.packs) != before_count:
-        leaves = own_leaves
+    is_recut = len(own.packs) != parent.manifest.process_count
+    if is_recut or save.structure.leaves != parent.leaves:
+        leaves = save.structure.leaves
     if reference is None:
         raise AdaCheckError(
             f"step {own.step}: its parent does not lie under the same root any more"

@@ -64,8 +64,8 @@ class Saver:
 
     Costs are measured by the ``clock``, which is monotonic. The shadow lies in the file at
     ``place``; in memory of this process, if that is None. ``peers`` are all processes, if several
-    have such files. It ``keeps`` what storage refused, for a
-    manager that has it written again (:meth:`begin_kept`).
+    have such files. It ``keeps`` what storage refused, for a manager that has it written again
+    (:meth:`begin_kept`).
 
     Attributes:
         kept: steps in memory that storage does not have.
