@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import threading
+import time
+from collections.abc import Sequence
 from typing import Any
 
 import orbax.checkpoint as ocp
@@ -17,20 +19,23 @@ from adacheck_jax.store.steps.marks import FINALIZED, IN_PLACE
 from adacheck_jax.store.storage.location import AnyPath, at
 
 _MOMENT_S = 0.02
-"""Time that the caller's thread has to itself, before a share is written."""
+"""Longest time that the caller's thread has to itself, before a share is written."""
 
 
 class ShareFuture(ocp.Future):
-    """A thread that writes a share, once Orbax waits for it or a moment has passed.
+    """A thread that writes a share, once the caller has left the save or a moment has passed.
 
-    Orbax waits in the background, when the caller's thread is nearly done: a thread that is at work
-    earlier takes turns with the caller's, of up to 5 ms each. Of several items Orbax waits for one
+    A thread that is at work earlier takes turns with the caller's, of up to 5 ms each. A manager of
+    this library says by ``left`` when the caller leaves. Of others it is known that Orbax waits for
+    the share in the background when the caller is nearly done; of several items it waits for one
     after another, and for none once one has failed.
     """
 
-    def __init__(self, save: Save, directory: AnyPath, layout: ArrayLayout) -> None:
+    def __init__(
+        self, save: Save, directory: AnyPath, layout: ArrayLayout, left: threading.Event
+    ) -> None:
         self._go = threading.Event()
-        written = _written(save, directory, layout, self._go)
+        written = _written(save, directory, layout, (self._go, left))
         self._begun = CommitFutureAwaitingContractedSignals(written, name="adacheck_write")
 
     def result(self, timeout: float | None = None) -> Any:
@@ -44,10 +49,12 @@ class ShareFuture(ocp.Future):
 
 
 async def _written(
-    save: Save, directory: AnyPath, layout: ArrayLayout, go: threading.Event
+    save: Save, directory: AnyPath, layout: ArrayLayout, signs: Sequence[threading.Event]
 ) -> None:
-    """Write this process's share of a save."""
-    go.wait(_MOMENT_S)
+    """Write this process's share of a save, once all signs are given or a moment has passed."""
+    until_s = time.monotonic() + _MOMENT_S
+    for each in signs:
+        each.wait(max(until_s - time.monotonic(), 0.0))
     if at(directory).on_file_system and roots.is_written_in_place(directory):
         # Before any other file: it marks the directory as not committed (see is_committed).
         mark = at(directory / IN_PLACE)

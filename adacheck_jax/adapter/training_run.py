@@ -103,6 +103,7 @@ class TrainingRun:
     Attributes:
         keeps_refused: True if its manager writes again what storage refused; set before any step is
             saved or restored.
+        left: set while no caller is in a manager that says so.
     """
 
     def __init__(
@@ -122,6 +123,8 @@ class TrainingRun:
         self.restored: RestoreInfo | None = None
         self.last_save: SaveReport | None = None
         self.keeps_refused = False
+        self.left = threading.Event()
+        self.left.set()
         self._described: SaveArgs | None = None
         self._announcer = Announcer(on_save)
         # Managers, or one manager's saves and restores, may call from several threads.
@@ -230,7 +233,7 @@ class TrainingRun:
                 if (entry := begun.entries.get(leaf.path))
             }
         layout = ArrayLayout(begun.names, stored.ocdbt_target_data_file_size)
-        futures.append(ShareFuture(save, directory, layout))
+        futures.append(ShareFuture(save, directory, layout, self.left))
         with self._lock:
             saver = self._savers[begun.line]
         saver.returns()

@@ -14,7 +14,8 @@ from adacheck_jax.proof.checker import Check, Findings, Sums, Witness
 from adacheck_jax.state.exported_update import ExportedUpdate
 from adacheck_jax.state.snapshot import Structure
 from adacheck_jax.update import program as update_program
-from adacheck_jax.update.elements.pieces import Pieces
+from adacheck_jax.update.elements.pieces import Pieces, Role
+from adacheck_jax.update.elements.sample_sites import Starts
 from adacheck_jax.update.elements.sampling import Sample, Taker, from_host
 
 
@@ -50,23 +51,22 @@ class Sampling:
 
     def witness(self, arrays: Sequence[Any], step: int) -> Witness:
         """Takes a witness of a base, or of a restored state; waits for the state."""
-        starts, taker = self._sites.starts_at(step), self._prepare(arrays)
+        return self._of(self._take(arrays, self._sites.starts_at(step), self._pieces.before))
+
+    def _take(self, arrays: Sequence[Any], starts: Starts, roles: Sequence[Role]) -> Sample:
+        taker = self._prepare(arrays)
         if taker.is_ready:
-            return self._of(taker.take(arrays, starts, starts)[0])
-        return self._of(from_host(arrays, self._sites, starts, self._pieces.before))
+            return taker.take(arrays, starts, roles)
+        return from_host(arrays, self._sites, starts, roles)
 
     def _of(self, sample: Sample) -> Witness:
         return Witness(self._structure, self._program, sample)
 
     def begin(self, before: Witness, arrays: Sequence[Any], step: int, sums: Sums) -> Check:
         """Takes what the check of a delta needs."""
-        starts, taker = self._sites.starts_at(step), self._prepare(arrays)
-        last: Sample = before.kept
-        if taker.is_ready:
-            after, following = taker.take(arrays, last.starts, starts)
-        else:
-            after = from_host(arrays, self._sites, last.starts, self._pieces.after)
-            following = from_host(arrays, self._sites, starts, self._pieces.before)
+        last: Sample = before.kept  # what is waited for first is taken first
+        after = self._take(arrays, last.starts, self._pieces.after)
+        following = self._take(arrays, self._sites.starts_at(step), self._pieces.before)
         return Check(self._of(following), functools.partial(self._findings, last, after))
 
     def _findings(self, before: Sample, after: Sample, updates: Sequence[int]) -> Findings:
@@ -74,7 +74,7 @@ class Sampling:
         if not updates:
             return {}
         taken = after.vectors(self._pieces.after)
-        given = jax.device_put([before.vectors(self._pieces.before), taken])
+        given = before.vectors(self._pieces.before), taken
         with jax_settings.own(), self._arithmetic.applied():
             switches = update_program.switches(len(self._structure.bindings), updates)
             results = self._compiled.result()(*given, switches)

@@ -130,9 +130,13 @@ class AdaCheckManager(ocp.CheckpointManager):
         outage, given = self._outage, (items, save_kwargs, metrics, custom_metadata)
 
         def save(force: bool | None) -> bool:
-            return super(AdaCheckManager, self).save(
-                *(step, items, save_kwargs, metrics, force, args, custom_metadata)
-            )
+            self.handler.run.left.clear()
+            try:
+                return super(AdaCheckManager, self).save(
+                    *(step, items, save_kwargs, metrics, force, args, custom_metadata)
+                )
+            finally:
+                self.handler.run.left.set()
 
         if outage is None:
             return save(force)

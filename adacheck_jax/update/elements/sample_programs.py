@@ -121,11 +121,8 @@ class MeshSampler:
         ]
         size_bytes = tables[0][1]
 
-        def taken(shards: Sequence[Any], first: Any, second: Any, table: Any) -> list[Any]:
-            return [
-                xla_call.samples(shards, table[0], starts[0], size_bytes)[None]
-                for starts in (first, second)
-            ]
+        def taken(shards: Sequence[Any], starts: Any, table: Any) -> Any:
+            return xla_call.samples(shards, table[0], starts[0], size_bytes)[None]
 
         return self._program(taken, leaves, np.stack([table for table, _ in tables]))
 
@@ -136,40 +133,32 @@ class MeshSampler:
             for row, box in enumerate(leaf.sites):
                 offsets[row, n, : len(box.start)] = box.start
 
-        def taken(shards: Sequence[Any], first: Any, second: Any, offsets: Any) -> list[Any]:
-            blocks = [
-                _block(shard, leaf.sites[0].shape, offsets[0, n])
+        def taken(shards: Sequence[Any], starts: Any, offsets: Any) -> Any:
+            elements = [
+                _taken(_block(shard, leaf.sites[0].shape, offsets[0, n]), starts[0], leaf.sampling)
                 for n, (shard, leaf) in enumerate(zip(shards, leaves, strict=True))
             ]
-            return [
-                jnp.concatenate(
-                    [
-                        _taken(x, starts[0], leaf.sampling)
-                        for x, leaf in zip(blocks, leaves, strict=True)
-                    ]
-                )[None]
-                for starts in (first, second)
-            ]
+            return jnp.concatenate(elements)[None]
 
         return self._program(taken, leaves, offsets)
 
     def _program(self, function: Any, leaves: Sequence[SampledLeaf], rows: np.ndarray) -> _Program:
-        """The compiled program of a function of the shards, two starts and a table of one device.
+        """The compiled program of a function of the shards, starts and a table of one device.
 
-        It is traced once, and its results have an axis for the device in front.
+        It is traced once, and its result has an axis for the device in front.
         """
         specs, row = [leaf.spec for leaf in leaves], PartitionSpec(self._mesh.axis_names)
         if all(isinstance(each.sharding, NamedSharding) for each in specs):
             function = jax.shard_map(
                 function,
                 mesh=self._mesh,
-                in_specs=([cast(NamedSharding, x.sharding).spec for x in specs], *[row] * 3),
+                in_specs=([cast(NamedSharding, x.sharding).spec for x in specs], row, row),
                 out_specs=row,
                 check_vma=False,
             )
         tables = [
             jax.ShapeDtypeStruct((self._mesh.size, *x.shape), x.dtype, sharding=self._sharding)
-            for x in (self._starts, self._starts, rows[0])
+            for x in (self._starts, rows[0])
         ]
         with self._entered():
             compiled = jax.jit(function).lower(specs, *tables).compile()
@@ -189,19 +178,23 @@ class MeshSampler:
             yield
 
     def dispatch(
-        self, arrays: Sequence[Any], first: Starts, second: Starts
-    ) -> list[tuple[Part, Part]]:
-        """Start to take two samples; for each part what waits for its elements."""
+        self, arrays: Sequence[Any], starts: Starts, wanted: frozenset[int]
+    ) -> list[Part | None]:
+        """Start to take a sample; for each part what waits for its elements.
+
+        None for a part of which no leaf is ``wanted``.
+        """
+        outputs = list[Any]()
         with self._entered():
-            starts = self._placed(first), self._placed(second)
-            outputs = [
-                program.compiled([arrays[i] for i in leaves], *starts, program.table)
-                for leaves, program in zip(self.parts, self._programs, strict=True)
-            ]
-        dtypes = [program.dtype for program in self._programs]
+            placed = self._placed(starts)
+            for leaves, program in zip(self.parts, self._programs, strict=True):
+                output = None
+                if not wanted.isdisjoint(leaves):
+                    output = program.compiled([arrays[i] for i in leaves], placed, program.table)
+                outputs.append(output)
         return [
-            (self._part(one, dtype), self._part(other, dtype))
-            for (one, other), dtype in zip(outputs, dtypes, strict=True)
+            None if output is None else self._part(output, program.dtype)
+            for output, program in zip(outputs, self._programs, strict=True)
         ]
 
     def _part(self, output: jax.Array, dtype: np.dtype) -> Part:

@@ -56,13 +56,13 @@ class _Places:
 class Sample:
     """A sample of a state, which may still be on its way to the host."""
 
-    def __init__(self, starts: Starts, parts: Sequence[Part], places: _Places) -> None:
+    def __init__(self, starts: Starts, parts: Sequence[Part | None], places: _Places) -> None:
         self.starts = starts
         self._parts, self._places = parts, places
 
     def vectors(self, roles: Iterable[Role]) -> Vectors:
         """Wait for the elements of the leaves of some roles, with a row a device."""
-        parts = [part() for part in self._parts]
+        parts: list[Any] = [None if part is None else part() for part in self._parts]
         vectors = {}
         for role in roles:
             pieces = [parts[n][:, start:stop] for n, start, stop in self._places.runs(role)]
@@ -137,13 +137,13 @@ class Taker:
         except BaseException as error:
             self._compiled.set_exception(error)
 
-    def take(self, arrays: Sequence[Any], first: Starts, second: Starts) -> tuple[Sample, Sample]:
-        """Start to take two samples, by their starts; the arrays may be donated at once."""
+    def take(self, arrays: Sequence[Any], starts: Starts, roles: Iterable[Role]) -> Sample:
+        """Start to take a sample of the leaves of some roles; the arrays may be donated at once."""
         samplers, places = self._compiled.result()
-        pairs = [pair for each in samplers for pair in each.dispatch(arrays, first, second)]
-
-        def sample(starts: Starts, parts: list[Part]) -> Sample:
-            others = [_on_host(arrays[i], i, self._sites, starts) for i in self._elsewhere]
-            return Sample(starts, [*parts, *others], places)
-
-        return sample(first, [one for one, _ in pairs]), sample(second, [two for _, two in pairs])
+        wanted = frozenset(_leaves_of(roles))
+        parts = [part for each in samplers for part in each.dispatch(arrays, starts, wanted)]
+        others = [
+            _on_host(arrays[i], i, self._sites, starts) if i in wanted else None
+            for i in self._elsewhere
+        ]
+        return Sample(starts, [*parts, *others], places)
