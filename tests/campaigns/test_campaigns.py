@@ -7,11 +7,13 @@ import sys
 import numpy as np
 import pytest
 
+from adacheck_jax.save.pending import Pending, Phase
 from tests.campaigns import (
     command,
     copies,
     growth,
     history,
+    interleavings,
     matrix,
     perturbations,
     replays,
@@ -77,6 +79,26 @@ def test_every_saved_step_of_a_few_runs_is_restored():
     assert sums["saved"] == sums["exact"] == steps
     none = ("lost", "wrong", "vanished", "refused", "failed")
     assert {each: sums[each] for each in none} == dict.fromkeys(none, 0)
+
+
+@pytest.mark.slow
+def test_a_scheduler_that_draws_which_thread_goes_on_finds_no_fault(tmp_path):
+    outcome, scheduler = interleavings.run(2, tmp_path, length=10)
+    assert not outcome.problems
+    assert outcome.saved == 10
+    assert scheduler.choices > 50, "several threads wait to go on"
+
+
+def test_a_move_that_is_not_in_the_table_is_noted():
+    problems = []
+    with interleavings.watched_phases(problems):
+        step = Pending.__new__(Pending)
+        step.plan = type("Plan", (), {"step": 3})
+        step.phase = Phase.STAGED
+        step.phase = Phase.SETTLED
+        assert not problems
+        step.phase = Phase.PROVED
+    assert problems == ["step 3 moved from Phase.SETTLED to Phase.PROVED"]
 
 
 @pytest.mark.campaign
