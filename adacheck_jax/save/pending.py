@@ -148,6 +148,17 @@ class Pending:
             self._worker.submit(self._advance)  # raises at the end of the process: nobody waits
             self._has_begun = True
 
+    def seems_planned(self, counts: Counts) -> bool:
+        """True if the counters of the state say what was planned; without the worker.
+
+        False where that has moved the step on meanwhile and knows better.
+        """
+        try:
+            self._settled(counts)
+        except AdaCheckError:
+            return False
+        return True
+
     def settled(self) -> SavePlan:
         """The plan that holds; waits for the update counters, and until copies are on the host.
 
@@ -228,10 +239,10 @@ class Pending:
             for index in delta.blocks:
                 _ = delta.blocks[index]
 
-    def _settled(self) -> SavePlan:
+    def _settled(self, counts: Counts | None = None) -> SavePlan:
         if not self.plan.is_speculative:
             return self.plan
-        counts, again = self.counts(), self._again
+        counts, again = counts or self.counts(), self._again
         if again is not None and again.counts() != counts:
             raise AdaCheckError(
                 f"{self.label}: expected step {self.step} as it was recorded, with "

@@ -435,14 +435,15 @@ class Saver:
         label = f"recorded step {number}"
         own, witness, copies = self._stager.stage(snapshot, course, None, label)
         copies.wait()
+        waits = planner.distrust.is_cautious or is_away
+        if is_known and not waits:  # before the worker begins, which takes turns with this thread
+            waits = not own.seems_planned(snapshot.counts())
         depth = parent.tip.depth + len(deferred) + 1
         tip = Tip(number, depth, own, copies.kept, witness)
         deferred.add(tip, own, drains=snapshot.structure.on_accelerator)
         self._watch.leave_deferred()
-        if jax.process_count() == 1 and (planner.distrust.is_cautious or is_known or is_away):
-            # Several processes would not know it at the same time.
-            return planner.settle_last_deferred()
-        return ""
+        # Several processes would not know it at the same time.
+        return planner.settle_last_deferred() if waits and jax.process_count() == 1 else ""
 
     def close(self) -> None:
         """Tells of deferred steps that are not saved; another manager may still save them."""
