@@ -27,14 +27,16 @@ class Sampling:
         self._structure, self._sites, self._pieces = structure, structure.sites, pieces
         self._program = program
         self._compared = frozenset(program.compared(structure))
-        self._taker: Taker | None = None
+        # Before an update less is needed than behind it.
+        self._takers = dict[bool, Taker]()
         self._arithmetic = program.arithmetic
         self._compiled = in_background(self._compile)
 
     @property
     def is_ready(self) -> bool:
         """True if checks need not wait for a compiler."""
-        return self._taker is not None and self._taker.is_ready and self._compiled.done()
+        takers = self._takers.values()
+        return bool(takers) and all(x.is_ready for x in takers) and self._compiled.done()
 
     def _compile(self) -> Any:
         specs = self._pieces.abstract_samples(len(self._sites.devices))
@@ -42,22 +44,22 @@ class Sampling:
             switches = update_program.switches(len(self._structure.bindings))
             return jax.jit(self._pieces.__call__).lower(*specs, switches).compile()
 
-    def _prepare(self, arrays: Sequence[Any]) -> Taker:
-        """The program that takes samples; begins to compile it at the first call."""
-        if self._taker is None:
-            self._taker = Taker(self._sites, self._pieces.after, arrays)
-            in_background(self._taker.compile)
-        return self._taker
-
     def witness(self, arrays: Sequence[Any], step: int) -> Witness:
         """Takes a witness of a base, or of a restored state; waits for the state."""
-        return self._of(self._take(arrays, self._sites.starts_at(step), self._pieces.before))
+        return self._of(self._take(arrays, self._sites.starts_at(step), is_before=True))
 
-    def _take(self, arrays: Sequence[Any], starts: Starts, roles: Sequence[Role]) -> Sample:
-        taker = self._prepare(arrays)
-        if taker.is_ready:
-            return taker.take(arrays, starts, roles)
-        return from_host(arrays, self._sites, starts, roles)
+    def _roles(self, *, is_before: bool) -> Sequence[Role]:
+        return self._pieces.before if is_before else self._pieces.after
+
+    def _take(self, arrays: Sequence[Any], starts: Starts, *, is_before: bool) -> Sample:
+        """A sample; the first call begins to compile the programs that take them."""
+        if not self._takers:
+            for each in (True, False):
+                self._takers[each] = Taker(self._sites, self._roles(is_before=each), arrays)
+                in_background(self._takers[each].compile)
+        if (taker := self._takers[is_before]).is_ready:
+            return taker.take(arrays, starts)
+        return from_host(arrays, self._sites, starts, self._roles(is_before=is_before))
 
     def _of(self, sample: Sample) -> Witness:
         return Witness(self._structure, self._program, sample)
@@ -65,8 +67,8 @@ class Sampling:
     def begin(self, before: Witness, arrays: Sequence[Any], step: int, sums: Sums) -> Check:
         """Takes what the check of a delta needs."""
         last: Sample = before.kept  # what is waited for first is taken first
-        after = self._take(arrays, last.starts, self._pieces.after)
-        following = self._take(arrays, self._sites.starts_at(step), self._pieces.before)
+        after = self._take(arrays, last.starts, is_before=False)
+        following = self._take(arrays, self._sites.starts_at(step), is_before=True)
         return Check(self._of(following), functools.partial(self._findings, last, after))
 
     def _findings(self, before: Sample, after: Sample, updates: Sequence[int]) -> Findings:

@@ -96,11 +96,10 @@ def test_leaves_of_a_kind_are_sampled_by_one_program_and_each_has_its_own_elemen
     assert len(programs) == len(fewer) <= 6, "one a kind, one a data type for what is left over"
     starts = sites.starts_at(3)
     host = from_host(arrays, sites, starts, roles).vectors(roles)
-    for sample in taker.take(arrays, starts, starts):
-        found = sample.vectors(roles)
-        assert all(np.asarray(found[role]).tobytes() == host[role].tobytes() for role in host)
-        for i, array in enumerate(arrays):
-            assert {*found[i,].reshape(-1).tolist()} == {float(array.reshape(-1)[0])}
+    found = taker.take(arrays, starts).vectors(roles)
+    assert all(np.asarray(found[role]).tobytes() == host[role].tobytes() for role in host)
+    for i, array in enumerate(arrays):
+        assert {*found[i,].reshape(-1).tolist()} == {float(array.reshape(-1)[0])}
 
 
 @pytest.mark.parametrize("has_loops", [True, False])
@@ -117,7 +116,7 @@ def test_no_program_slices_more_than_a_few_leaves(monkeypatch, has_loops):
         taker.compile()
     assert len(programs) == (1 if has_loops else 4)  # compiled loops take no slices
     starts = sites.starts_at(0)
-    found = taker.take(arrays, starts, starts)[0].vectors([role])[role]
+    found = taker.take(arrays, starts).vectors([role])[role]
     assert found.shape == (1, sum(range(1, 101)))
 
 

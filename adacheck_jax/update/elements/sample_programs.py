@@ -8,6 +8,8 @@ are alike share one: XLA takes many seconds to compile a slice of each of a thou
 from __future__ import annotations
 
 import contextlib
+import functools
+import itertools
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, cast
@@ -90,29 +92,33 @@ class MeshSampler:
         self._sharding = NamedSharding(mesh, PartitionSpec(mesh.axis_names))
         self._starts = np.zeros(len(sites.shapes), np.int32)
         has_loops = mesh.devices.flat[0].platform == "cpu" and xla_call.wait()
-        by_dtype: dict[Any, list[int]] = {}
+        by_dtype: dict[np.dtype, list[int]] = {}
         others: dict[int, tuple[str, Any, Any]] = {}
         for i, leaf in leaves.items():
             if has_loops and len(leaf.spec.shape) < shard_tables.MAX_RANK:
                 by_dtype.setdefault(leaf.spec.dtype, []).append(i)
             else:
                 others[i] = leaf.kind
+        # Wide elements come first, so that no element lies across a multiple of its width.
+        self.parts = [by_dtype[each] for each in sorted(by_dtype, key=lambda x: -x.itemsize)]
+        self._programs: list[tuple[Sequence[int], _Program]] = []
+        if looped := [i for part in self.parts for i in part]:
+            self._programs.append((looped, self._looping([leaves[i] for i in looped])))
         shared: dict[Any, _Program] = {}
-        self.parts: list[Sequence[int]] = [*by_dtype.values()]
-        self._programs = [self._looping([leaves[i] for i in each]) for each in self.parts]
         for chunk in _chunks(others):
             alike = tuple(others[i] for i in chunk)
             if alike not in shared:
                 shared[alike] = self._slicing([leaves[i] for i in chunk])
-            self.parts.append(chunk)
-            self._programs.append(shared[alike])
+            self.parts.append([*chunk])
+            self._programs.append((chunk, shared[alike]))
 
     def _looping(self, leaves: Sequence[SampledLeaf]) -> _Program:
-        """A program that calls the compiled loops."""
+        """A program that calls the compiled loops for leaves in the order of their data types."""
+        widths = [leaf.spec.dtype.itemsize for leaf in leaves]
         tables = [
             shard_tables.of_samples(
                 [leaf.sites[row] for leaf in leaves],
-                [leaf.spec.dtype.itemsize for leaf in leaves],
+                widths,
                 [leaf.sampling.stride for leaf in leaves],
                 [leaf.sampling.count for leaf in leaves],
                 [leaf.sampling.column for leaf in leaves],
@@ -124,7 +130,13 @@ class MeshSampler:
         def taken(shards: Sequence[Any], starts: Any, table: Any) -> Any:
             return xla_call.samples(shards, table[0], starts[0], size_bytes)[None]
 
-        return self._program(taken, leaves, np.stack([table for table, _ in tables]))
+        sizes_bytes = dict[np.dtype, int]()
+        for leaf, width in zip(leaves, widths, strict=True):
+            taken_bytes = sizes_bytes.get(leaf.spec.dtype, 0) + leaf.sampling.count * width
+            sizes_bytes[leaf.spec.dtype] = taken_bytes
+        ends = [*itertools.accumulate(sizes_bytes.values(), initial=0)]
+        cuts = zip(map(slice, ends, ends[1:]), sizes_bytes, strict=True)
+        return self._program(taken, leaves, np.stack([table for table, _ in tables]), [*cuts])
 
     def _slicing(self, leaves: Sequence[SampledLeaf]) -> _Program:
         """A program of XLA's own operations; its table has the first elements of the sites."""
@@ -140,9 +152,16 @@ class MeshSampler:
             ]
             return jnp.concatenate(elements)[None]
 
-        return self._program(taken, leaves, offsets)
+        cut = slice(None), np.dtype(leaves[0].spec.dtype)
+        return self._program(taken, leaves, offsets, [cut])
 
-    def _program(self, function: Any, leaves: Sequence[SampledLeaf], rows: np.ndarray) -> _Program:
+    def _program(
+        self,
+        function: Any,
+        leaves: Sequence[SampledLeaf],
+        rows: np.ndarray,
+        cuts: Sequence[tuple[slice, np.dtype]],
+    ) -> _Program:
         """The compiled program of a function of the shards, starts and a table of one device.
 
         It is traced once, and its result has an axis for the device in front.
@@ -163,7 +182,7 @@ class MeshSampler:
         with self._entered():
             compiled = jax.jit(function).lower(specs, *tables).compile()
         table = jax.device_put(self._placed(rows), self._sharding)
-        return _Program(compiled, table, np.dtype(specs[0].dtype))
+        return _Program(compiled, table, cuts)
 
     def _placed(self, rows: np.ndarray) -> Any:
         """A table with the row of each device that samples on that device."""
@@ -177,27 +196,20 @@ class MeshSampler:
         with jax.enable_x64(True), jax.set_mesh(self._mesh):
             yield
 
-    def dispatch(
-        self, arrays: Sequence[Any], starts: Starts, wanted: frozenset[int]
-    ) -> list[Part | None]:
-        """Start to take a sample; for each part what waits for its elements.
-
-        None for a part of which no leaf is ``wanted``.
-        """
-        outputs = list[Any]()
+    def dispatch(self, arrays: Sequence[Any], starts: Starts) -> list[Part]:
+        """Start to take a sample; for each part what waits for its elements."""
         with self._entered():
             placed = self._placed(starts)
-            for leaves, program in zip(self.parts, self._programs, strict=True):
-                output = None
-                if not wanted.isdisjoint(leaves):
-                    output = program.compiled([arrays[i] for i in leaves], placed, program.table)
-                outputs.append(output)
-        return [
-            None if output is None else self._part(output, program.dtype)
-            for output, program in zip(outputs, self._programs, strict=True)
-        ]
+            outputs = [
+                program.compiled([arrays[i] for i in leaves], placed, program.table)
+                for leaves, program in self._programs
+            ]
+        pairs = zip(outputs, self._programs, strict=True)
+        return [part for x, (_, program) in pairs for part in self._parts_of(x, program.cuts)]
 
-    def _part(self, output: jax.Array, dtype: np.dtype) -> Part:
+    def _parts_of(
+        self, output: jax.Array, cuts: Sequence[tuple[slice, np.dtype]]
+    ) -> Iterator[Part]:
         """The rows of a result, in the order of the devices, on their way to the host."""
         shards = {shard.device.id: shard.data for shard in output.addressable_shards}
         rows = [shards[device] for device in self._devices]
@@ -205,20 +217,26 @@ class MeshSampler:
             if transfer.on_accelerator(row):
                 row.copy_to_host_async()
 
-        def elements() -> np.ndarray:
-            parts = [np.asarray(row) for row in rows]
+        def elements(cut: slice, dtype: np.dtype) -> np.ndarray:
+            parts = [np.asarray(row)[:, cut] for row in rows]
             return (parts[0] if len(parts) == 1 else np.concatenate(parts)).view(dtype)
 
-        return elements
+        return (functools.partial(elements, *each) for each in cuts)
 
 
 @dataclass(frozen=True, slots=True)
 class _Program:
-    """A program that samples one part, and all that are alike."""
+    """A program that samples some leaves, and all that are alike.
+
+    Attributes:
+        compiled: the program.
+        table: its places.
+        cuts: where in its result the elements of each data type are.
+    """
 
     compiled: Any
     table: jax.Array
-    dtype: np.dtype
+    cuts: Sequence[tuple[slice, np.dtype]]
 
 
 def _block(shard: jax.Array, shape: Sequence[int], offset: jax.Array) -> jax.Array:

@@ -56,13 +56,13 @@ class _Places:
 class Sample:
     """A sample of a state, which may still be on its way to the host."""
 
-    def __init__(self, starts: Starts, parts: Sequence[Part | None], places: _Places) -> None:
+    def __init__(self, starts: Starts, parts: Sequence[Part], places: _Places) -> None:
         self.starts = starts
         self._parts, self._places = parts, places
 
     def vectors(self, roles: Iterable[Role]) -> Vectors:
         """Wait for the elements of the leaves of some roles, with a row a device."""
-        parts: list[Any] = [None if part is None else part() for part in self._parts]
+        parts = [part() for part in self._parts]
         vectors = {}
         for role in roles:
             pieces = [parts[n][:, start:stop] for n, start, stop in self._places.runs(role)]
@@ -104,7 +104,7 @@ def _on_host(array: Any, index: int, sites: Sites, starts: Starts) -> Part:
 
 
 class Taker:
-    """Takes samples of states of one structure on their devices.
+    """Takes samples of the leaves of some roles, of states of one structure, on their devices.
 
     The programs need no communication. They are compiled in the background; :meth:`take` needs
     them. Of the arrays only shapes and shardings are kept.
@@ -137,13 +137,9 @@ class Taker:
         except BaseException as error:
             self._compiled.set_exception(error)
 
-    def take(self, arrays: Sequence[Any], starts: Starts, roles: Iterable[Role]) -> Sample:
-        """Start to take a sample of the leaves of some roles; the arrays may be donated at once."""
+    def take(self, arrays: Sequence[Any], starts: Starts) -> Sample:
+        """Start to take a sample; the arrays may be donated at once."""
         samplers, places = self._compiled.result()
-        wanted = frozenset(_leaves_of(roles))
-        parts = [part for each in samplers for part in each.dispatch(arrays, starts, wanted)]
-        others = [
-            _on_host(arrays[i], i, self._sites, starts) if i in wanted else None
-            for i in self._elsewhere
-        ]
+        parts = [part for each in samplers for part in each.dispatch(arrays, starts)]
+        others = [_on_host(arrays[i], i, self._sites, starts) for i in self._elsewhere]
         return Sample(starts, [*parts, *others], places)
