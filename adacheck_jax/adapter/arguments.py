@@ -4,7 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Final
+from typing import Any, Final
+
+import orbax.checkpoint as ocp
 
 from adacheck_jax.adapter.stock_arguments import StockRestoreArgs, StockSaveArgs
 from adacheck_jax.layout.rules import Rule
@@ -86,6 +88,26 @@ class RestoreArgs(StockRestoreArgs):
     skip_damaged: bool = False
     require_exact: bool = False
     rules: Sequence[Rule] | None = None
+
+
+def expect_args(args: Any, wanted: type[SaveArgs] | type[RestoreArgs], item: str | None) -> None:
+    """Raises ValueError unless a manager is given arguments of this library for the state.
+
+    The state is the ``item`` among others; None if it is saved alone. Without arguments, and
+    without the item among them, there is nothing to look at.
+    """
+    if args is None:
+        return
+    example, found = f"adacheck.{wanted.__name__}(state)", args
+    is_composite = isinstance(args, ocp.args.Composite)
+    if item is not None:
+        example = f"ocp.args.Composite({item}={example}, ...)"
+        if is_composite and (found := args.get(item)) is None:
+            return
+    if is_composite != (item is not None) or not isinstance(found, wanted):
+        name = found.__name__ if isinstance(found, type) else type(found).__name__
+        done = "saved" if wanted is SaveArgs else "restored"
+        raise ValueError(f"expected args={example}, found {name}. Nothing was {done}.")
 
 
 @dataclass(frozen=True, slots=True)

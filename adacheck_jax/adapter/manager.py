@@ -82,6 +82,11 @@ def checkpoint_manager(
     """
     place, usual = directories.root_path(root), NEWEST if options is None else None
     options = options or ocp.CheckpointManagerOptions()
+    if not isinstance(options, ocp.CheckpointManagerOptions):
+        raise ValueError(
+            "expected options=ocp.CheckpointManagerOptions(...), found "
+            f"{type(options).__name__}. Options of the handler are arguments of their own."
+        )
     _refuse_parts(options.multiprocessing_options)
     if twice := {item, "metrics"} & {*(items or ())}:
         raise ValueError(

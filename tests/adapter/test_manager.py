@@ -4,6 +4,7 @@ import dataclasses
 import errno
 import os
 from pathlib import Path
+from typing import Any
 
 import jax.numpy as jnp
 import numpy as np
@@ -283,3 +284,53 @@ def test_v1_takes_options_of_both_and_refuses_two_policies(tmp_path, run):
         found = c.load_checkpointables(3, {"train": abstract(run.state), "more": None})
         assert found["more"] == {"b": 2}
         assert np.array_equal(found["train"]["step"], jnp.asarray(run.state["step"]))
+
+
+class TestWhatAManagerIsGiven:
+    def test_arguments_that_are_none_of_this_library(self, tmp_path):
+        run = dict_run(mesh_of((1, 1)))
+        state, stock = run.state, ocp.args
+        with adacheck.checkpoint_manager(tmp_path, run.recorder) as manager:
+            wrong: list[Any] = [state, stock.StandardSave(state), adacheck.SaveArgs]
+            for args in [*wrong, stock.Composite(state=adacheck.SaveArgs(state))]:
+                with pytest.raises(ValueError, match=r"expected args=adacheck.SaveArgs\(state\), "):
+                    manager.save(1, args=args)
+            assert manager.save(1, args=adacheck.SaveArgs(state))
+            wrong = [state, stock.StandardRestore(state), adacheck.SaveArgs(state)]
+            for args in wrong:
+                with pytest.raises(ValueError, match=r"RestoreArgs.* found .*Nothing was restored"):
+                    manager.restore(1, args=args)
+            assert manager.all_steps() == [1]
+
+    def test_arguments_among_other_items(self, tmp_path):
+        run = dict_run(mesh_of((1, 1)))
+        items = {"notes": ocp.JsonCheckpointHandler()}
+        with adacheck.checkpoint_manager(tmp_path, run.recorder, items=items) as manager:
+            alone = adacheck.SaveArgs(run.state)
+            for args in (alone, ocp.args.Composite(state=ocp.args.StandardSave(run.state))):
+                with pytest.raises(ValueError, match=r"expected args=ocp.args.Composite\(state="):
+                    manager.save(1, args=args)
+            args = ocp.args.Composite(state=alone, notes=ocp.args.JsonSave({"epoch": 1}))
+            assert manager.save(1, args=args)
+            notes = ocp.args.Composite(notes=ocp.args.JsonRestore())
+            assert manager.restore(1, args=notes)["notes"] == {"epoch": 1}
+
+    @pytest.mark.parametrize("step", ["2", -1, 1.5, True])
+    def test_what_is_no_step_number(self, tmp_path, step):
+        run = dict_run(mesh_of((1, 1)))
+        with adacheck.checkpoint_manager(tmp_path, run.recorder) as manager:
+            with pytest.raises(ValueError, match="expected a step number"):
+                manager.save(step, args=adacheck.SaveArgs(run.state))
+            assert manager.save(np.int64(3), args=adacheck.SaveArgs(run.state))
+
+    def test_a_closed_manager_saves_nothing_and_says_so(self, tmp_path):
+        run = dict_run(mesh_of((1, 1)))
+        manager = adacheck.checkpoint_manager(tmp_path, run.recorder)
+        manager.close()
+        with pytest.raises(adacheck.AdaCheckError, match="is closed: step 1 is not saved"):
+            manager.save(1, args=adacheck.SaveArgs(run.state))
+
+    def test_options_in_a_dictionary(self, tmp_path):
+        options: Any = {"max_to_keep": 3}
+        with pytest.raises(ValueError, match=r"ocp.CheckpointManagerOptions.*found dict"):
+            adacheck.checkpoint_manager(tmp_path, options=options)

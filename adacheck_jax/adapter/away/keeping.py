@@ -23,10 +23,11 @@ import jax
 import orbax.checkpoint as ocp
 from etils import epath
 
-from adacheck_jax.adapter.arguments import KEPT, RestoreArgs, SaveArgs
+from adacheck_jax.adapter.arguments import KEPT, RestoreArgs, SaveArgs, expect_args
 from adacheck_jax.adapter.away import outage as outages
 from adacheck_jax.adapter.away.outage import Outage
 from adacheck_jax.adapter.handler import AdaCheckHandler
+from adacheck_jax.adapter.inputs import step_number
 from adacheck_jax.device.trees import PyTree
 from adacheck_jax.errors import AdaCheckError, StorageError, first_line
 from adacheck_jax.save.line.kept import Keeper, KeptSteps
@@ -62,6 +63,7 @@ class AdaCheckManager(ocp.CheckpointManager):
         self._promised, self._has_gap = -1, False
         self._saving_thread, self._is_inside = threading.get_ident(), False
         self._look: Future[bool] | None = None
+        self._is_closed = False
         super().__init__(root, **arguments)
         if handler.run.has_recorder and (newest := self.latest_step()) is not None:
             self.reached_preemption(newest)  # or JAX would end a resumed run at step 1
@@ -123,10 +125,18 @@ class AdaCheckManager(ocp.CheckpointManager):
         """As Orbax's; while storage is away the step is kept in memory, if there is room.
 
         Raises:
+            ValueError: ``step`` is no step number, or ``args`` are none of this library.
+            AdaCheckError: the manager is closed.
             StorageError: storage refuses the step, and memory has no room for it; or it refused an
                 earlier one that cannot be written again. The message names the steps that are in
                 memory, and those that are lost.
         """
+        step = step_number(step, "give save the number of the step") or 0
+        expect_args(args, SaveArgs, self._item)
+        if self._is_closed:
+            raise AdaCheckError(
+                f"{self.directory}: the manager is closed: step {step} is not saved."
+            )
         outage, given = self._outage, (items, save_kwargs, metrics, custom_metadata)
 
         def save(force: bool | None) -> bool:
@@ -174,9 +184,11 @@ class AdaCheckManager(ocp.CheckpointManager):
         """As Orbax's; also of a step that was recorded and that a later one holds.
 
         Raises:
+            ValueError: ``args`` are none of this library.
             FileNotFoundError: no step holds it; or a later one does, and other items than the
                 state are asked for, of which there are none.
         """
+        expect_args(args, RestoreArgs, self._item)
         try:
             return super().restore(step, items, restore_kwargs, directory, args)
         except FileNotFoundError as error:
@@ -424,7 +436,7 @@ class AdaCheckManager(ocp.CheckpointManager):
             if self._outage is not None:
                 self._write_kept(until_s=time.monotonic() + outages.CLOSING_S)
         finally:
-            self._outage = None
+            self._outage, self._is_closed = None, True
             super().close()
 
 
