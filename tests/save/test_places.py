@@ -53,3 +53,10 @@ def test_every_step_of_a_run_that_changes_at_any_time_is_restored(tmp_path, seed
     outcome = places.run(Plan.drawn(seed, 12 if seed in (1, 4) else 24), tmp_path)
     assert not outcome.problems
     assert outcome.saved
+
+
+def test_a_state_in_numpy_whose_update_adds_up_elements_is_saved(tmp_path):
+    """No device has it, so no device takes a sample of the sums' results."""
+    outcome = places.run(stays("muon", "auto", "numpy", "one", each=2), tmp_path)
+    assert not outcome.problems
+    assert outcome.saved == 4

@@ -97,7 +97,7 @@ class Sites:
                 uncovered.update(members)
             known, column = cast(dict[int, Box], sites), len(self.shapes)
             if is_whole:
-                size = next(iter(known.values())).size
+                size = next((box.size for box in known.values()), math.prod(shape))
                 taken = SampledShape(column, known, 1, size, dict.fromkeys(known, 0))
             else:
                 taken = _sampled_shape(column, known, math.prod(shape), in_turns=in_turns)
