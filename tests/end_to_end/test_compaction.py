@@ -106,6 +106,7 @@ def test_a_compacted_delta_is_a_stock_base_and_no_step_changes(tmp_path, step):
     assert adacheck.latest_restorable(tmp_path) == 6
 
 
+@pytest.mark.slow
 def test_every_step_of_a_lineage_may_be_compacted_in_any_order(tmp_path):
     run, saved = saved_run(tmp_path)
     for step in (4, 6, 2, 3, 5):
@@ -117,6 +118,7 @@ def test_every_step_of_a_lineage_may_be_compacted_in_any_order(tmp_path):
     check_steps(tmp_path, abstract(run.state), {4: saved[4]})
 
 
+@pytest.mark.slow
 def test_differences_of_bits_are_compacted(tmp_path):
     run, saved = saved_run(tmp_path, delta="bits", compression="small")
     support.compact(tmp_path, 4)
@@ -147,6 +149,7 @@ def test_a_running_training_goes_on_from_the_new_base(tmp_path, ago):
     check_steps(tmp_path, abstract(run.state), {8: saved[8]})
 
 
+@pytest.mark.slow
 def test_compacted_lineages_need_no_further_base(tmp_path):
     run = support.dict_run(mesh_of(MESH))
     saved = {}
@@ -294,6 +297,7 @@ def test_steps_of_earlier_releases_are_compacted(tmp_path, golden):
     check_clean(root)
 
 
+@pytest.mark.slow
 def test_without_hard_links_steps_that_follow_refer_to_the_base(tmp_path, monkeypatch):
     def refuse(*_args: Any, **_kwargs: Any) -> None:
         raise PermissionError(1, "Operation not permitted")
@@ -415,6 +419,7 @@ def test_a_step_that_is_deleted_meanwhile_does_not_come_back(tmp_path, monkeypat
     assert sorted(path.name for path in tmp_path.iterdir()) == ["1", "2"]
 
 
+@pytest.mark.slow
 def test_a_save_that_links_while_its_parent_becomes_a_base(tmp_path, monkeypatch):
     run = support.dict_run(mesh_of(MESH))
     link = share.links.link_ancestors

@@ -222,6 +222,7 @@ def test_a_parent_that_goes_alone_is_no_damage(referring, order, stride, tmp_pat
         support.assert_same_bits(state, saved[STEPS])
 
 
+@pytest.mark.slow
 def test_in_an_object_store(gcs):
     root = epath.Path(f"{gcs.url}/{uuid.uuid4().hex}")
     keep = adacheck.KeepLineage(ocp.checkpoint_managers.LatestN(9))

@@ -72,6 +72,7 @@ def test_the_loop_writes_one_base_and_the_shadow_the_others(tmp_path, shape):
             support.assert_same_bits(stock.restore(step, args=restore), saved[step])
 
 
+@pytest.mark.slow
 def test_a_look_at_a_step_of_another_line_lets_no_lineage_grow(tmp_path):
     run = support.dict_run(mesh_of((1, 1)))
     handler = adacheck.AdaCheckHandler(

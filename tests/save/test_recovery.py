@@ -476,6 +476,7 @@ def test_a_leaf_that_is_put_over_the_copy_as_it_lies_has_a_moment_without_a_step
     assert "its process ended while it took a whole state" in told(caplog)
 
 
+@pytest.mark.slow
 def test_a_state_of_all_kinds_of_leaves_is_recovered(root, memory):
     tx = optax.inject_hyperparams(optax.adamw)(learning_rate=1e-2)
     recorder = adacheck.Recorder(tx)
@@ -578,6 +579,7 @@ def test_who_wants_to_recover_is_told_that_there_is_no_shadow(root, memory, capl
     assert not memory.exists()
 
 
+@pytest.mark.slow
 def test_a_handler_that_was_closed_goes_on(root, memory):
     run = support.dict_run(mesh_of((1, 1)))
     handler = handler_of(run.recorder, memory, max_deltas=2)

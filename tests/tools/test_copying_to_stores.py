@@ -153,6 +153,7 @@ def gappy(root: Path) -> tuple[support.Run, dict[int, Any]]:
         return trained, save_steps(manager, trained, 8)
 
 
+@pytest.mark.slow
 def test_between_kept_steps_only_what_has_no_directory_is_carried(tmp_path):
     gappy(tmp_path / "run")
     report = copying.copy([tmp_path / "run"], root := in_memory())
@@ -182,6 +183,7 @@ def test_a_manager_keeps_what_steps_with_carried_links_refer_to(tmp_path, gcs):
     assert verified(root) == [3, 6, 8, 9, 10]
 
 
+@pytest.mark.slow
 def test_without_hard_links_a_copy_refers_to_other_steps_too(retained, tmp_path, monkeypatch):
     root, _, _ = retained
     copying.copy([root], store := in_memory())
@@ -273,6 +275,7 @@ def test_a_half_copied_step_is_no_step_to_a_manager(saved, gcs, monkeypatch):
     assert [step.step for step in roots.steps_of(located(url))] == [1, 2, 3, 4, 5]
 
 
+@pytest.mark.slow
 def test_between_stores_steps_stay_as_they_are(retained, gcs):
     root, _, _ = retained
     first, second = in_memory(), located(f"{gcs.url}/{uuid.uuid4().hex}")
@@ -284,6 +287,7 @@ def test_between_stores_steps_stay_as_they_are(retained, gcs):
     assert verified(second) == [3, 4]
 
 
+@pytest.mark.slow
 def test_what_lies_beside_the_state_travels_too(tmp_path, s3):
     trained = support.dict_run(support.mesh_of((1, 1)))
     items = {"data": ocp.JsonCheckpointHandler()}
@@ -313,6 +317,7 @@ def test_what_lies_beside_the_state_travels_too(tmp_path, s3):
             assert_same_bits(found["state"], support.host_copy(trained.state))
 
 
+@pytest.mark.slow
 def test_another_step_of_that_name_and_a_part_of_one_stay(saved):
     root, _, _ = saved
     store = in_memory()
