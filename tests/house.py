@@ -53,6 +53,8 @@ MAY_IMPORT = {
         "device",
         "store",
         "update",
+        "state",
+        "proof",
         "restore",
         "adapter",
         "schedule",

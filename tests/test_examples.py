@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import subprocess
 import sys
 
@@ -32,6 +33,7 @@ RUNS = {
     "grain_data": STEPS,
     "lora": STEPS,
     "maxtext_like": ("--steps 4 --save-interval 3", "--steps 6 --save-interval 3", "--evaluate"),
+    "memory_of_hosts": ("",),
     "moe": ("--steps 3 --devices 4", "--steps 5 --devices 2"),
     "nnx_model": STEPS,
     "observe": STEPS,
@@ -94,6 +96,9 @@ def test_an_example_runs_and_resumes(name, tmp_path):
         said += processes.outputs([run])
     if len(said) > 1:
         assert "resuming after step" in said[1]
+    if name == "memory_of_hosts":
+        (found,) = re.findall(r"after step (\d+), from memory; storage has step (\d+)\n", said[0])
+        assert int(found[0]) > int(found[1]), said[0]
     if name == "preemption":
         assert all("preempted after step" in each for each in said)
 

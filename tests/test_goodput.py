@@ -7,6 +7,7 @@ import numpy as np
 import pytest
 
 from adacheck_jax.schedule.waste import Costs, Schedule, waste
+from benchmarks import memory_tiers
 from benchmarks.goodput import __main__ as command
 from benchmarks.goodput.figures import DAY_S, cluster_of, figures_of, read
 from benchmarks.goodput.simulation import Trace, outcomes, replayed, sensitivities
@@ -133,6 +134,13 @@ def test_sensitivity_varies_what_is_uncertain():
 
 
 @pytest.mark.slow
+def test_what_memory_changes_is_printed(capsys):
+    memory_tiers.main(["--failures", "40"])
+    said = capsys.readouterr().out
+    assert said.count("hosts (`copies=1`)") == 4  # two storages, in two tables
+    assert "nan" not in said
+
+
 def test_the_tables_are_printed(capsys):
     command.main(["--runs", "1"])
     printed = capsys.readouterr().out

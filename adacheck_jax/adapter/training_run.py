@@ -316,7 +316,7 @@ class TrainingRun:
                 "outlives its process. Make it with AdaCheckHandler(..., "
                 'shadow=Shadow(directory="/dev/shm/...")).'
             )
-        there, known = located(str(root)), None
+        there, known, begin_s = located(str(root)), None, self._clock()
         peers = RecoveringProcesses(there)
         try:
             found = found_files(str(self._options.shadow_directory), _told_root(there), item)
@@ -327,6 +327,7 @@ class TrainingRun:
                 step, state = saver.recover(abstract_state, known)
             else:
                 step, state = saver.recover_together(abstract_state, known, found, peers)
+            saver.note("recover_s", self._clock() - begin_s)
         except ShadowFileError as error:
             _log.warning(
                 "The state is not recovered from memory (restore it from storage): %s.", error

@@ -120,6 +120,12 @@ class Options:
             )
         if not isinstance(self.shadow, Shadow | None):
             raise ValueError(f"expected shadow to be a Shadow or None, found {self.shadow!r}")
+        rarer_s = most.storage_mtbf_s if isinstance(most, AdaptivePolicy) else None
+        if rarer_s is not None and self.shadow_directory is None:
+            raise ValueError(
+                f"expected Shadow(directory=...) with storage_mtbf_s={rarer_s!r}, found none: "
+                "where no memory outlives its process, every failure needs storage."
+            )
         if isinstance(self.ephemeral, str) or not all(isinstance(p, str) for p in self.ephemeral):
             raise ValueError(
                 "expected ephemeral to be a sequence of patterns of leaf paths, found "

@@ -9,7 +9,7 @@ A number that is not cut is held by each process that has all that it is compute
 
 from __future__ import annotations
 
-import functools
+import bisect
 import hashlib
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -18,7 +18,7 @@ from typing import Any
 import jax
 
 from adacheck_jax.device.sharding import Layout
-from adacheck_jax.format.boxes import Box, grid
+from adacheck_jax.format.boxes import Box
 from adacheck_jax.format.fingerprint import combine
 from adacheck_jax.state.snapshot import Structure
 from adacheck_jax.update.elements.host_fold import UnfitError
@@ -95,8 +95,28 @@ def held_of(
         UnfitError: parts of what one operation takes belong to several processes, or no process
             can compute some number.
     """
-    parts, is_kept = parts_of(structure, pieces, domains, copies), bool(domains)
-    process = jax.process_index()
+    parts, count = parts_of(structure, pieces, domains, copies), jax.process_count()
+    numbers = {} if pieces is None else number_holders(structure, pieces, count)
+    missing = [structure.leaves[i].path for i, holders in numbers.items() if not holders]
+    if missing and domains:
+        raise UnfitError(f"no process computes all of {missing[0]}")
+    return held_by(jax.process_index(), structure, parts, numbers)
+
+
+def held_by(
+    process: int,
+    structure: Structure,
+    parts: Iterable[HeldBox],
+    numbers: Mapping[int, Collection[int]],
+) -> Held:
+    """The boxes of one process's shadow.
+
+    Args:
+        process: index of the process.
+        structure: structure of the state.
+        parts: all boxes, with their owners.
+        numbers: processes that have each number of the update.
+    """
     own: dict[int, list[Box]] = {}
     kept: dict[int, dict[int, list[Box]]] = {}
     elsewhere: dict[int, dict[int, list[Box]]] = {}
@@ -110,9 +130,7 @@ def held_of(
         for found in into:
             for i in part.leaves:
                 found.setdefault(i, []).append(part.box)
-    for i, holders in number_holders(structure, pieces).items() if pieces is not None else ():
-        if not holders and is_kept:
-            raise UnfitError(f"no process computes all of {structure.leaves[i].path}")
+    for i, holders in numbers.items():
         if process in holders:
             own[i] = [Box.full(structure.leaves[i].shape)]
     return Held(
@@ -150,11 +168,11 @@ def parts_of(
     # What no update touches comes first: its owners are known before the update is.
     for first, row in sorted(rows.items(), key=lambda pair: (pair[0] in touched, pair[0])):
         row_bytes = sum(leaves[i].itemsize_bytes for i in row)
+        lying = [*{id(x): x for x in (structure.layouts[i] for i in row)}.values()]  # mostly one
         for box, owner in zip(leaves[first].boxes, leaves[first].owners, strict=True):
             owners = [owner]
             if copies and domains:
-                lying = [_holders(structure.layouts[i], box) for i in row]
-                able = frozenset.intersection(*lying)
+                able = frozenset.intersection(*(_holders(each, box) for each in lying))
                 owners += _others(owner, able, domains, copies, load_bytes)
                 for each in owners[1:]:
                     load_bytes[each] += box.size * row_bytes
@@ -184,11 +202,15 @@ def _place(leaf: Any) -> tuple[Any, Any]:
     return leaf.cuts, leaf.owners
 
 
-@functools.lru_cache(maxsize=1 << 16)
 def _holders(layout: Layout, box: Box) -> frozenset[int]:
     """The processes whose devices hold a box."""
-    pairs = zip(grid(layout.cuts), layout.replicas, strict=True)
-    return frozenset(next((held for around, held in pairs if around.contains(box)), ()))
+    place = 0  # of the box of the layout around it, in grid order
+    for cuts, start, stop in zip(layout.cuts, box.start, box.stop, strict=True):
+        n = bisect.bisect_right(cuts, start) - 1
+        if stop > cuts[n + 1]:
+            return frozenset()
+        place = place * (len(cuts) - 1) + n
+    return frozenset(layout.replicas[place])
 
 
 def _others(
@@ -210,17 +232,17 @@ def _others(
     return chosen
 
 
-def number_holders(structure: Structure, pieces: Pieces) -> dict[int, Collection[int]]:
-    """The processes that have each number of an update at every step."""
+def number_holders(structure: Structure, pieces: Pieces, count: int) -> dict[int, Collection[int]]:
+    """The processes, of so many, that have each number of an update at every step."""
     found: dict[int, Collection[int]] = {}
     behind_of, tellers = pieces.scalars_behind()[0], tellers_of(structure, pieces)
     for i in pieces.scalar_leaves:
         owners = {*structure.leaves[i].owners}
         if behind_of.get(i, frozenset([i])) <= structure.everywhere:
-            owners = {*range(jax.process_count())}
+            owners = {*range(count)}
         elif i in behind_of:
             owners = {tellers[i]} if i in tellers else set()
-        found[i] = owners if len(owners) in (1, jax.process_count()) else ()
+        found[i] = owners if len(owners) in (1, count) else ()
     return found
 
 

@@ -396,12 +396,15 @@ def fold_of(
     peers: Peers | None = None,
     *,
     is_kept: bool,
+    count: int | None = None,
 ) -> tuple[HostFold, Held] | str:
     """The fold of an update over boxes, and these; or the reason why there is none.
 
     There is one though a sample has all elements, if it ``is_kept`` in a file. Without boxes that
-    are to be ``held`` those of this process's shadow.
+    are to be ``held`` those of this process's shadow; it is one of ``count``, if that is not the
+    number of processes that run.
     """
+    count = count or jax.process_count()
     leaves, pieces = structure.leaves, update.pieces
     if pieces is None or not update.pinned:
         return "the update is not one that the host computes alike" if update.program else ""
@@ -410,12 +413,12 @@ def fold_of(
         return ""  # a sample has all elements
     consumed = frozenset(pieces.leaves) - pieces.computed
     behind = consumed.intersection(pieces.scalars_behind()[1])
-    if jax.process_count() > 1 and not behind <= structure.everywhere:
+    if count > 1 and not behind <= structure.everywhere:
         return "arrays are computed from a number that not every process has"
     try:
         if held is None:
             held = holdings.whole(structure)
-            if jax.process_count() > 1:
+            if count > 1:
                 domains, copies = (peers.domains, peers.copies) if peers is not None else ((), 0)
                 held = holdings.held_of(structure, pieces, domains, copies)
         boxes = {i: held.boxes(i) for i in range(len(leaves))}

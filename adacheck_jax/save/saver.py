@@ -177,6 +177,11 @@ class Saver:
         self._follow_recovered(found, newest, has_shadow=False)
         return found.step, found.state
 
+    def note(self, name: str, seconds: float) -> None:
+        """Notes a cost of the schedule that was measured."""
+        with self._lock:
+            self._watch.note(name, seconds)
+
     def _follow_recovered(
         self, found: Recovered, newest: Newest | None, *, has_shadow: bool
     ) -> None:

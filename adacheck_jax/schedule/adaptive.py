@@ -108,26 +108,37 @@ class AdaptivePolicy:
             hundredths of the waste.
         restore_budget_s: the longest restore that is allowed, in seconds from its beginning; None
             for any.
+        storage_mtbf_s: mean seconds between those of the failures that the memory of hosts does not
+            survive (``Shadow(directory=...)``), such as the loss of a machine whose boxes no other
+            one has; None for all. The less often storage is needed, the longer are lineages and the
+            rarer saves, and the more is lost when it is.
         most_deltas: longest lineage that may be chosen. However few steps are kept, all deltas of
             their lineages stay on the disk, and each has links to those before it.
 
     Raises:
-        ValueError: one of them is not positive.
+        ValueError: one of them is not positive, or ``storage_mtbf_s`` is less than ``mtbf_s``.
     """
 
     mtbf_s: float = 3 * 3600.0
     restore_budget_s: float | None = 60.0
     most_deltas: int = 100
+    storage_mtbf_s: float | None = None
     _position: Position | None = dataclasses.field(default=None, init=False, repr=False)
     _is_asked: bool = dataclasses.field(default=False, init=False, repr=False)
 
     def __post_init__(self) -> None:
-        for name in ("mtbf_s", "restore_budget_s"):
+        for name in ("mtbf_s", "restore_budget_s", "storage_mtbf_s"):
             seconds = getattr(self, name)
-            if name == "restore_budget_s" and seconds is None:
+            if name != "mtbf_s" and seconds is None:
                 continue
             if not isinstance(seconds, int | float) or not seconds > 0:
                 raise ValueError(f"expected {name} to be more than 0, found {seconds!r}")
+        rarer_s = self.mtbf_s if self.storage_mtbf_s is None else self.storage_mtbf_s
+        if rarer_s < self.mtbf_s or math.isinf(rarer_s):
+            raise ValueError(
+                f"expected storage_mtbf_s to be at least mtbf_s={self.mtbf_s!r}, and finite, since "
+                f"it is of some of these failures; found {rarer_s!r}"
+            )
         if not isinstance(self.most_deltas, int) or self.most_deltas < 1:
             raise ValueError(
                 f"expected most_deltas to be an int of at least 1, found {self.most_deltas!r}"
@@ -171,12 +182,13 @@ class AdaptivePolicy:
             current: the schedule in use; None for none.
             most_every: most steps that a save may hold.
         """
-        budget_s = self.restore_budget_s
+        # What other failures cost hardly depends on the schedule.
+        budget_s, mtbf_s = self.restore_budget_s, self.storage_mtbf_s or self.mtbf_s
         if budget_s is not None:
             budget_s = max(HEADROOM * budget_s, restore_s(costs, Schedule(1, 1)))
         best = best_schedule(
             costs,
-            self.mtbf_s,
+            mtbf_s,
             budget_s,
             least_deltas=LEAST_DELTAS,
             most_deltas=self.most_deltas,
@@ -190,5 +202,5 @@ class AdaptivePolicy:
             or restore_s(costs, current) > (self.restore_budget_s or math.inf)
         ):
             return best
-        lost, least = (waste(costs, each, self.mtbf_s) for each in (current, best))
+        lost, least = (waste(costs, each, mtbf_s) for each in (current, best))
         return current if lost - least < WORTH_CHANGING * lost else best

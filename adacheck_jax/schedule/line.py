@@ -120,17 +120,28 @@ class LineSchedule:
             replay_s=max(replay_s, REPLAYED_PART * delta_write_s),
             defer_blocking_s=DEFERRED_PART * delta_blocking_s,
             further_write_s=DEFERRED_PART * delta_write_s,
+            recover_s=OPEN_S + sizes.base_bytes / RESTORED_BYTES_PER_S,
         )
         return self._running.costs(estimate)
 
     def _told(self, costs: Costs, before: Schedule) -> str:
-        chosen, mtbf_s = self._schedule, self._policy.mtbf_s
+        chosen, policy = self._schedule, self._policy
+        rates = f"a failure each {policy.mtbf_s:.6g} s"
+        if policy.storage_mtbf_s is not None:
+            rates += (
+                f", of which memory survives all but one each {policy.storage_mtbf_s:.6g} s at "
+                f"{costs.recover_s:.3g} s for a recovery,"
+            )
+
+        def lost(schedule: Schedule) -> str:
+            return f"{waste(costs, schedule, policy.mtbf_s, policy.storage_mtbf_s):.3%}"
+
         saves = f", a save each {chosen.save_every} steps" if chosen.save_every > 1 else ""
         return (
             f"schedule: a base each {chosen.base_every} deltas{saves}, because a step takes "
             f"{costs.step_s:.3g} s, a save of deltas blocks {costs.delta_blocking_s:.3g} s, one of "
             f"a base {costs.base_blocking_s:.3g} s, and a restore takes up to "
             f"{restore_s(costs, chosen):.3g} s, {costs.replay_s:.3g} s of it for each delta; with "
-            f"a failure each {mtbf_s:.6g} s {waste(costs, chosen, mtbf_s):.3%} of the time is "
-            f"lost, {waste(costs, before, mtbf_s):.3%} with a base each {before.base_every}"
+            f"{rates} {lost(chosen)} of the time is lost, {lost(before)} with a base each "
+            f"{before.base_every}"
         )

@@ -23,6 +23,8 @@ import numpy as np
 LARGEST = 700.0
 """Exponents up to this have a finite result."""
 _TERMS, _HALVINGS = 9, 14
+LAG = 2
+"""Steps that a failure costs of which memory holds no whole copy yet; one of them was not over."""
 
 Floats = float | np.ndarray
 Ints = int | np.ndarray
@@ -46,6 +48,7 @@ class Costs:
         replay_s: reading one delta and replaying its update.
         defer_blocking_s: training waits as long for a step that a later save holds.
         further_write_s: each delta of a save after the first makes its write longer by this.
+        recover_s: having the state from the memory of hosts, after the restart.
 
     Raises:
         ValueError: a cost is negative or not finite, or ``step_s`` is 0.
@@ -62,6 +65,7 @@ class Costs:
     replay_s: float = 0.0
     defer_blocking_s: float = 0.0
     further_write_s: float = 0.0
+    recover_s: float = 0.0
 
     def __post_init__(self) -> None:
         for field in dataclasses.fields(self):
@@ -98,16 +102,46 @@ class Schedule:
             )
 
 
-def waste(costs: Costs, schedule: Schedule, mtbf_s: float) -> float:
+def waste(
+    costs: Costs, schedule: Schedule, mtbf_s: float, storage_mtbf_s: float | None = None
+) -> float:
     """Share of the time, from 0 to 1, that does not go into steps which are kept.
 
     That is the time that saves block, and after each failure the restart, the restore and the
-    steps that are trained again.
+    steps that are trained again. After a failure that the memory of hosts survives these are the
+    restart, the recovery, and the steps that memory does not have, :data:`LAG` at most: what
+    storage has, memory has too. Where it has more than storage, the next save is a base.
+
+    Args:
+        costs: costs of saves, restores and recoveries.
+        schedule: the schedule.
+        mtbf_s: mean seconds between failures of the job as a whole.
+        storage_mtbf_s: mean seconds between those of them that memory does not survive; None for
+            all.
 
     Raises:
-        ValueError: ``mtbf_s`` is not positive.
+        ValueError: ``mtbf_s`` is not positive, or more than ``storage_mtbf_s``.
     """
-    return float(wastes(costs, schedule.base_every, schedule.save_every, mtbf_s))
+    rarer_s = mtbf_s if storage_mtbf_s is None else storage_mtbf_s
+    if not 0 < mtbf_s <= rarer_s:
+        raise ValueError(f"expected mtbf_s from 0 to {rarer_s!r}, found {mtbf_s!r}")
+    lost = float(wastes(costs, schedule.base_every, schedule.save_every, rarer_s))
+    if mtbf_s == rarer_s:
+        return lost
+    write_s = _deltas(costs, schedule.save_every).write_s
+    again_s = LAG * costs.step_s
+    behind_s = float(schedule.save_every * costs.step_s / 2 + write_s)  # storage, in the mean
+    if behind_s < again_s:
+        again_s, base_s = behind_s, 0.0
+    else:
+        gap_s = schedule.save_every * costs.step_s  # after which a save waits for the base
+        base_s = costs.base_blocking_s + max(costs.base_write_s - gap_s, 0.0)
+    pause_s = costs.restart_s + costs.recover_s + again_s + base_s
+    if pause_s / mtbf_s > LARGEST:
+        return 1.0
+    # A pause that is tried until no failure comes, for each of the failures while all runs.
+    pauses = (1 - mtbf_s / rarer_s) * float(expm1(pause_s / mtbf_s))
+    return 1 - (1 - lost) / (1 + pauses)
 
 
 def wastes(costs: Costs, base_every: Ints, save_every: Ints, mtbf_s: float) -> Floats:

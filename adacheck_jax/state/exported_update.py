@@ -102,10 +102,15 @@ NOT_YET = ExportedUpdate()
 
 
 class ExportedUpdates:
-    """The exported updates of the structures that are saved."""
+    """The exported updates of the structures that are saved.
 
-    def __init__(self, check: Check) -> None:
-        self._check = check
+    Args:
+        check: elements of a replay that are to be compared.
+        exports: False for what is known of updates without a program.
+    """
+
+    def __init__(self, check: Check, *, exports: bool = True) -> None:
+        self._check, self._exports = check, exports
         self._last: tuple[Structure, Any, ExportedUpdate] | None = None
         self._identity_fails = False
         self._said: set[str] = set()
@@ -150,7 +155,7 @@ class ExportedUpdates:
             arguments = structure.arguments
             specs = [[_abstract(structure.leaves[i]) for i in indices] for indices in arguments]
             shapes = (arguments, tuple(map(tuple, specs)), sharing, Arithmetic.current())
-            key = (self._check, state, *signatures, *shapes)
+            key = (self._check, self._exports, state, *signatures, *shapes)
             return recorder.once(key, lambda: self._export(structure, specs))
 
     def tell(self, update: ExportedUpdate) -> None:
@@ -169,7 +174,7 @@ class ExportedUpdates:
             jitted: Any = jax.jit(function)  # traced once, whoever looks at its operations
             with exported_program.tracing():
                 program = self._classify(structure, jitted, specs)
-            if program.problem:
+            if program.problem or not self._exports:
                 return program
             here, switches = update_program.platform(), update_program.switches(len(recorders))
             own = exported_program.export(jitted, specs, switches, [here])[here]

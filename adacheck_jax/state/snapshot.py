@@ -306,27 +306,14 @@ class Snapshots:
         ranks, written = grid.ranks(self._lead.position), layouts
         if self._lead.is_apart:
             written = [sole(each, x, ranks) for each, x in zip(layouts, arrays, strict=True)]
-        itemsizes_bytes = [_itemsize_bytes(path, a) for path, a in zip(named, arrays, strict=True)]
         index = {path: position for position, path in enumerate(named)}
         consumed = frozenset(index[path] for each in bindings for path in each.consumed)
-        shares = ownership.share_out(written, itemsizes_bytes, consumed)
-        leaves = tuple(
-            Leaf(
-                path=path,
-                shape=tuple(arrays[i].shape),
-                dtype=str(arrays[i].dtype),
-                itemsize_bytes=itemsizes_bytes[i],
-                key_type=str(leaf.dtype) if transfer.is_key(leaf) else None,
-                cuts=shares[i].cuts,
-                owners=shares[i].owners,
-            )
-            for i, (path, leaf) in enumerate(named.items())
-        )
+        leaves = leaves_of(named, arrays, written, consumed)
         picks, local_picks = _picks(leaves, arrays, ranks)
         process, everyone = jax.process_index(), ((*range(jax.process_count()),),)
         whole_picks = {
             i: picks[i]
-            if shares[i].cuts == layouts[i].cuts
+            if leaves[i].cuts == layouts[i].cuts
             else transfer.picks_of(array, fingerprint.accounted(array, process), ranks)
             for i, array in enumerate(arrays)
         }
@@ -365,6 +352,39 @@ class Snapshots:
         # Those of the leaf that lies on most devices, in a program's order.
         devices = max((sharding.devices_of(arrays[i]) for i in touched), key=len, default=())
         return dataclasses.replace(structure, placement=placement, sites=sites, devices=devices)
+
+
+def leaves_of(
+    named: Mapping[str, Any],
+    arrays: Sequence[Any],
+    layouts: Sequence[sharding.Layout],
+    consumed: frozenset[int],
+) -> tuple[Leaf, ...]:
+    """Descriptions of the leaves, with the owner of each box.
+
+    Args:
+        named: leaves by leaf path.
+        arrays: their plain arrays, which may be abstract.
+        layouts: their boxes, and the processes that may write each.
+        consumed: positions of what updates consume.
+
+    Raises:
+        MismatchError: a leaf has a type that cannot be stored.
+    """
+    itemsizes_bytes = [_itemsize_bytes(path, a) for path, a in zip(named, arrays, strict=True)]
+    shares = ownership.share_out(layouts, itemsizes_bytes, consumed)
+    return tuple(
+        Leaf(
+            path=path,
+            shape=tuple(arrays[i].shape),
+            dtype=str(arrays[i].dtype),
+            itemsize_bytes=itemsizes_bytes[i],
+            key_type=str(leaf.dtype) if transfer.is_key(leaf) else None,
+            cuts=shares[i].cuts,
+            owners=shares[i].owners,
+        )
+        for i, (path, leaf) in enumerate(named.items())
+    )
 
 
 def bound_paths(bindings: Sequence[Binding]) -> frozenset[str]:

@@ -7,6 +7,7 @@ the content of arrays are not in them: equal leaves, unchanged leaves, runs of z
 
 from __future__ import annotations
 
+import dataclasses
 import math
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
@@ -18,6 +19,8 @@ import numpy as np
 from adacheck_jax.device import transfer, trees
 from adacheck_jax.device.trees import PyTree
 from adacheck_jax.errors import FormatError
+from adacheck_jax.state.planned import sharding_of
+from adacheck_jax.tools.survival import Survival, survival_of
 from adacheck_jax.update.binding import RecorderArgument, bind_all, recorders_of
 from adacheck_jax.update.params_search import leaf_types, recorded_params
 from adacheck_jax.update.recorder_state import find_nodes
@@ -46,6 +49,7 @@ class RedundancyReport:
             with ``record_bytes``.
         max_deltas: number of deltas for each base.
         amortised_bytes: mean bytes of a save over one base and ``max_deltas`` deltas.
+        survival: failures after which the memory of hosts serves; None if no recorder is given.
     """
 
     device_count: int
@@ -60,6 +64,7 @@ class RedundancyReport:
     other_bytes: int | None
     max_deltas: int
     amortised_bytes: float | None
+    survival: Survival | None = None
 
 
 def redundancy_report(
@@ -69,8 +74,10 @@ def redundancy_report(
     params_path: str | Mapping[str, str] | None = None,
     devices_per_process: int = 8,
     max_deltas: int = 20,
+    domains: int | None = None,
+    copies: int = 1,
 ) -> RedundancyReport:
-    """Compute the bytes that each save of a state would write, without a device or an array.
+    """Compute the bytes of each save of a state, and what survives, without a device or an array.
 
     Example::
 
@@ -93,18 +100,22 @@ def redundancy_report(
         devices_per_process: consecutive devices of an ``AbstractMesh`` that belong to one process.
             Real devices tell their process themselves.
         max_deltas: number of deltas for each base; a handler begins with 20.
+        domains: number of failure domains, over which the processes are spread evenly, in turn;
+            None for one a process, as if each were a host.
+        copies: number of copies in other domains, as for :class:`Shadow`.
 
     Raises:
-        ValueError: ``devices_per_process`` is less than 1, or ``max_deltas`` is negative.
+        ValueError: ``devices_per_process`` is less than 1, ``max_deltas`` or ``copies`` is
+            negative, or there are fewer processes than ``domains``, or none of these.
         FormatError: a leaf is no array, has no sharding though others have one, or has one that
             does not fit its shape; or there are no leaves.
         MismatchError: two leaves have the same leaf path.
         RecorderError: the recorder cannot be tied to the state.
     """
-    if devices_per_process < 1 or max_deltas < 0:
+    if devices_per_process < 1 or max_deltas < 0 or copies < 0:
         raise ValueError(
-            "expected devices_per_process of at least 1 and max_deltas of at least 0, found "
-            f"{devices_per_process} and {max_deltas}"
+            "expected devices_per_process of at least 1, max_deltas and copies of at least 0, "
+            f"found {devices_per_process}, {max_deltas} and {copies}"
         )
     named, _ = trees.flatten(abstract_state)
     if not named:
@@ -113,7 +124,15 @@ def redundancy_report(
             "leaves. Give the pytree of jax.ShapeDtypeStruct that jax.eval_shape makes of a state."
         )
     placed = _place_all(named, devices_per_process)
-    return _totals(placed, _roles_of(named, recorder, params_path), max_deltas)
+    report = _totals(placed, _roles_of(named, recorder, params_path), max_deltas)
+    count = report.process_count
+    if domains is not None and not 1 <= domains <= count:
+        raise ValueError(f"expected domains from 1 to {count}, the processes, found {domains}")
+    if recorder is None:
+        return report
+    bindings = bind_all(recorders_of(recorder), leaf_types(named), params_path)
+    found = survival_of(named, bindings, count, devices_per_process, domains or count, copies)
+    return dataclasses.replace(report, survival=found)
 
 
 @dataclass(frozen=True, slots=True)
@@ -135,7 +154,7 @@ class _Placed:
 
 def _place_all(named: Mapping[str, Any], devices_per_process: int) -> dict[str, _Placed]:
     without = [path for path, leaf in named.items() if _needs_sharding(leaf)]
-    if without and any(_sharding_of(leaf) is not None for leaf in named.values()):
+    if without and any(sharding_of(leaf) is not None for leaf in named.values()):
         raise FormatError(
             f"leaf {without[0]}: expected a sharding, as other leaves have one; {len(without)} of "
             f"{len(named)} leaves have none. Say where it lies: jax.ShapeDtypeStruct(shape, dtype, "
@@ -146,7 +165,7 @@ def _place_all(named: Mapping[str, Any], devices_per_process: int) -> dict[str, 
 
 def _place(path: str, leaf: Any, devices_per_process: int) -> _Placed:
     itemsize_bytes = _itemsize_bytes(path, leaf)
-    shape, where = tuple(np.shape(leaf)), _sharding_of(leaf)
+    shape, where = tuple(np.shape(leaf)), sharding_of(leaf)
     leaf_bytes = math.prod(shape) * itemsize_bytes
     if where is None:  # on one device, or on the host, from where the first process writes it
         return _Placed(leaf_bytes, leaf_bytes)
@@ -169,19 +188,13 @@ def _place(path: str, leaf: Any, devices_per_process: int) -> _Placed:
     return _Placed(leaf_bytes, held_bytes, where.num_devices, process_count)
 
 
-def _sharding_of(leaf: Any) -> Any:
-    where = getattr(leaf, "sharding", None)
-    # Traced without a mesh, JAX gives a sharding over the empty mesh.
-    return None if where is None or not where.num_devices else where
-
-
 def _needs_sharding(leaf: Any) -> bool:
     """True for an array without a sharding; host values and scalars need none.
 
     Under Explicit axes JAX gives no sharding to counters.
     """
     host = isinstance(leaf, np.ndarray) or not np.shape(leaf)
-    return _sharding_of(leaf) is None and not host
+    return sharding_of(leaf) is None and not host
 
 
 def _itemsize_bytes(path: str, leaf: Any) -> int:

@@ -50,10 +50,22 @@ def test_the_example_on_128_devices_is_told_in_one_sentence(plan):
     ) in words(result.stdout)
 
 
+def test_what_survives_without_storage_is_told_by_the_kind_of_failure(plan):
+    result = plan("", f"{EXAMPLE}:data_parallel", "--domains", "4")
+    assert result.exit_code == 0, result.output
+    said = words(result.stdout)
+    assert "Shadow(directory=..., copies=1), 4 failure domains:" in said
+    assert "full 1,458 107.8 GB 107.8 GB other domains hold all of it anyway" in said
+    assert "a process memory one domain memory two domains storage" in said
+    assert "A step sends 0 bytes for copies, and 18.0 GB to storage." in said
+
+
 def test_options_reach_the_report_and_json_holds_all_of_it(plan):
     target = f"{EXAMPLE}:fsdp_tensor_parallel"
-    result = plan("", target, "--json", "--devices-per-process", "4", "--max-deltas", "5")
+    numbers = ("--devices-per-process", "4", "--max-deltas", "5", "--domains", "8", "--copies=2")
+    result = plan("", target, "--json", *numbers)
     report = json.loads(result.stdout)
+    assert (report["survival"]["domain_count"], report["survival"]["copies"]) == (8, 2)
     assert report.keys() == {field.name for field in dataclasses.fields(RedundancyReport)}
     assert (report["device_count"], report["process_count"]) == (2048, 512)
     assert report["max_deltas"] == 5
@@ -125,6 +137,9 @@ def test_a_target_that_is_no_good_is_one_line_and_exit_code_2(plan, source, targ
     assert result.stderr.count("\n") == 1
 
 
-@pytest.mark.parametrize("option", ["--devices-per-process=0", "--max-deltas=-1"])
+OUT_OF_RANGE = ["--devices-per-process=0", "--max-deltas=-1", "--domains=17", "--copies=-1"]
+
+
+@pytest.mark.parametrize("option", OUT_OF_RANGE)
 def test_options_out_of_range_are_refused(plan, option):
     assert plan("", f"{EXAMPLE}:data_parallel", option).exit_code == 2

@@ -357,6 +357,12 @@ class TestPlaces:
         with pytest.raises(ValueError, match="max_deltas to be an int >= 0"):
             adacheck.AdaCheckHandler(max_deltas=-1)
 
+    def test_failures_that_memory_survives_without_memory(self):
+        policy = adacheck.AdaptivePolicy(3600.0, storage_mtbf_s=86_400.0)
+        for shadow in (None, adacheck.Shadow()):
+            with pytest.raises(ValueError, match="every failure needs storage"):
+                adacheck.AdaCheckHandler(max_deltas=policy, shadow=shadow)
+
     @pytest.mark.parametrize("option", ["delta", "compression", "check_replicas"])
     def test_an_option_that_does_not_exist(self, option):
         with pytest.raises(ValueError, match=rf"{option} to be one of .*'\), found 'zip'"):

@@ -122,6 +122,22 @@ def test_a_resumed_run_measures_what_its_restore_took(tmp_path, monkeypatch):
     assert all(seconds > 0 for _, seconds, _ in measured)
 
 
+def test_a_recovered_run_measures_what_its_recovery_took(tmp_path, monkeypatch):
+    run, noted = run_of(), []
+    shadow = adacheck.Shadow(directory=tmp_path / "memory")
+    root, options = tmp_path / "root", {"shadow": shadow}
+    with adacheck.checkpoint_manager(root, run.recorder, **options) as manager:
+        support.save_steps(manager, run, 3)
+    with adacheck.checkpoint_manager(root, run.recorder, **options) as manager:
+        run.count, run.state = manager.restore_newest(support.abstract(run.state))
+        take = Stopwatch.take
+        monkeypatch.setattr(Stopwatch, "take", lambda watch: noted.append(take(watch)) or ())
+        support.save_steps(manager, run, 1)
+    ((name, seconds, _),) = noted[0]
+    assert (name, run.count) == ("recover_s", 4)
+    assert seconds > 0
+
+
 @pytest.mark.slow
 def test_processes_decide_alike_by_what_the_first_one_measured(tmp_path):
     """The second one measures other costs; by these it would write a base each 2 deltas."""

@@ -1,6 +1,7 @@
 """The adaptive policy: running medians, and schedules that do not change back and forth."""
 
 import dataclasses
+import math
 import random
 import types
 
@@ -15,7 +16,7 @@ from adacheck_jax.schedule.adaptive import (
     RunningCosts,
 )
 from adacheck_jax.schedule.best import best_schedule
-from adacheck_jax.schedule.waste import Costs, Schedule, restore_s
+from adacheck_jax.schedule.waste import Costs, Schedule, restore_s, waste
 
 ESTIMATE = Costs(0.1, 0.03, 0.08, 0.05, 0.4, 10.0, 0.4, 0.3, 0.02, 0.001)
 
@@ -149,6 +150,40 @@ def test_steps_that_nobody_defers_are_saved_as_often():
     policy = AdaptivePolicy()
     policy.note(Position(5, 0, SCHEDULE))
     assert [asked(policy, step) for step in (6, 7, 8, 9)] == [False, False, True, True]
+
+
+SHARED = dataclasses.replace(
+    ESTIMATE,
+    **{"base_restore_s": 600.0, "delta_write_s": 0.09, "base_write_s": 5.0, "replay_s": 0.5},
+)
+"""A storage that takes ten minutes for a restore, as one does that thousands of hosts share."""
+
+
+def test_where_memory_survives_most_failures_lineages_are_longer_and_saves_rarer():
+    asked = {"restore_budget_s": None, "most_deltas": 10_000}
+    every = AdaptivePolicy(3600.0, **asked).next(SHARED, None)
+    some = AdaptivePolicy(3600.0, storage_mtbf_s=90_000.0, **asked).next(SHARED, None)
+    assert some == best_schedule(SHARED, 90_000.0)
+    assert some.base_every > 2 * every.base_every
+    assert some.save_every > 2 * every.save_every
+    assert waste(SHARED, some, 3600.0, 90_000.0) < waste(SHARED, every, 3600.0, 90_000.0)
+    # The schedule in use is kept by the same measure.
+    policy = AdaptivePolicy(3600.0, storage_mtbf_s=90_000.0, **asked)
+    assert policy.next(SHARED, every) == some
+    assert policy.next(SHARED, some) == some
+
+
+@pytest.mark.parametrize("costs", [ESTIMATE, SHARED])
+def test_it_is_the_same_schedule_where_each_failure_needs_storage(costs):
+    for asked in ({}, {"restore_budget_s": None}):
+        found = AdaptivePolicy(3600.0, **asked).next(costs, None)
+        assert AdaptivePolicy(3600.0, storage_mtbf_s=3600.0, **asked).next(costs, None) == found
+
+
+@pytest.mark.parametrize("storage_mtbf_s", [0.0, 1800.0, math.inf, math.nan, "a day"])
+def test_some_of_the_failures_are_no_more_than_all(storage_mtbf_s):
+    with pytest.raises(ValueError, match="expected storage_mtbf_s to be"):
+        AdaptivePolicy(3600.0, storage_mtbf_s=storage_mtbf_s)
 
 
 def test_orbax_takes_it_for_a_policy():

@@ -96,6 +96,17 @@ def test_saves_hold_several_steps_where_a_manager_asks_and_no_more_than_memory_h
     assert policy._position.schedule == Schedule(line.longest_lineage, 6)
 
 
+def test_the_log_says_which_failures_memory_survives_and_at_what_cost():
+    policy = AdaptivePolicy(3600.0, storage_mtbf_s=90_000.0)
+    line = line_of(policy)
+    told = line.begin_lineage(SIZES)
+    rates = "a failure each 3600 s, of which memory survives all but one each 90000 s at 3 s for a"
+    assert f"with {rates} recovery, " in told  # 2 s, and a base at 300 MB/s
+    line = line_of(policy, recover_s=4.5)
+    assert "at 4.5 s for a recovery" in line.begin_lineage(SIZES)  # as measured
+    assert "memory" not in line_of("auto").begin_lineage(SIZES)
+
+
 def test_what_one_more_delta_takes_is_told_apart_from_what_one_takes():
     line = line_of("auto")
     line.add([("delta_write_s", 0.45, 5)])

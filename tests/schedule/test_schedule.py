@@ -21,6 +21,7 @@ from adacheck_jax.schedule.waste import (
     restore_s,
     waste,
 )
+from benchmarks import memory_tiers
 from benchmarks import schedule as simulation
 
 PLAIN = Costs(step_s=1.0, delta_blocking_s=0.1, base_blocking_s=0.5, replay_s=0.2, restart_s=20.0)
@@ -61,6 +62,20 @@ def test_a_save_waits_for_the_write_before_it():
     slow = dataclasses.replace(PLAIN, delta_write_s=3.0)
     found = lineage_s(slow, 4, 1, 1e15)
     assert found == pytest.approx(lineage_s(PLAIN, 4, 1, 1e15) + 4 * (3.0 - 1.0))
+
+
+@pytest.mark.parametrize("save_every", [1, 4])
+@pytest.mark.parametrize("storage_mtbf_s", [3000.0, 6000.0, 60_000.0])
+def test_failures_that_memory_survives_cost_what_they_cost_in_a_simulation(
+    storage_mtbf_s, save_every
+):
+    costs = dataclasses.replace(
+        PLAIN,
+        **{"delta_write_s": 0.4, "base_write_s": 5.0, "base_restore_s": 300.0, "recover_s": 10.0},
+    )
+    numbers = costs, Schedule(40, save_every), 3000.0, storage_mtbf_s
+    found = memory_tiers.simulated_waste(*numbers, failures=1500)
+    assert waste(*numbers) == pytest.approx(found, rel=0.05)
 
 
 def test_where_hardly_anything_is_ever_finished_all_time_is_lost():
