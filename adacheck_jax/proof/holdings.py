@@ -220,13 +220,24 @@ def _others(
     copies: int,
     load_bytes: Sequence[int],
 ) -> list[int]:
-    """The owners of copies: in domains of their own, those with the fewest bytes so far."""
-    chosen, used = list[int](), {domains[owner]}
+    """The owners of copies: in domains of their own, those of the owner's group first.
+
+    Domains are grouped by as many as hold a box, and the next ones serve where no other of the
+    group can (Gemini, SOSP '23): so few of all sets of domains are fatal if they are lost at once.
+    """
+    numbers = {name: n for n, name in enumerate(dict.fromkeys(domains))}
+    chosen, used, first = list[int](), {domains[owner]}, numbers[domains[owner]]
+
+    def rank(process: int) -> tuple[bool, int, int, int]:
+        number = numbers[domains[process]]
+        is_apart = number // (copies + 1) != first // (copies + 1)
+        return is_apart, (number - first) % len(numbers), load_bytes[process], process
+
     while len(chosen) < copies:
         left = [each for each in able if domains[each] not in used]
         if not left:
             break
-        best = min(left, key=lambda each: (load_bytes[each], each))
+        best = min(left, key=rank)
         chosen.append(best)
         used.add(domains[best])
     return chosen

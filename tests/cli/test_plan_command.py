@@ -56,7 +56,7 @@ def test_what_survives_without_storage_is_told_by_the_kind_of_failure(plan):
     said = words(result.stdout)
     assert "Shadow(directory=..., copies=1), 4 failure domains:" in said
     assert "full 1,458 107.8 GB 107.8 GB other domains hold all of it anyway" in said
-    assert "a process memory one domain memory two domains storage" in said
+    assert "one domain memory two domains memory in 4 of 6 cases, else storage" in said
     assert "A step sends 0 bytes for copies, and 18.0 GB to storage." in said
 
 
