@@ -647,7 +647,7 @@ def test_an_item_that_is_not_there_is_named(root, memory, caplog):
 
 
 @pytest.mark.parametrize("items", [None, {"notes": ocp.JsonCheckpointHandler()}])
-def test_one_call_restores_from_memory_or_else_from_storage(root, memory, items):
+def test_one_call_restores_from_memory_or_else_from_storage(root, memory, items, caplog):
     run = support.dict_run(mesh_of((1, 1)))
     shadow = adacheck.Shadow(directory=memory)
 
@@ -673,6 +673,8 @@ def test_one_call_restores_from_memory_or_else_from_storage(root, memory, items)
         step, state = own.restore_newest(support.abstract(run.state))
         assert (step, own.latest_step()) == (3, 2)
         assert_same(state, expected)
+    is_behind = "the other items are in storage, of step 2: 1 behind" in caplog.text
+    assert is_behind == (items is not None)
     shutil.rmtree(memory)
     with manager() as own:
         step, _ = own.restore_newest(support.abstract(run.state))

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import logging
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping
@@ -35,6 +36,8 @@ from adacheck_jax.save.one_save import is_refusal
 from adacheck_jax.store.steps import roots
 from adacheck_jax.store.steps.lineage import shown_steps
 from adacheck_jax.store.storage.location import at, located
+
+_log = logging.getLogger(__name__)
 
 _LOOK_S = 0.5
 """Longest wait for a look at storage while it is away."""
@@ -103,6 +106,7 @@ class AdaCheckManager(ocp.CheckpointManager):
         if self.handler.run.has_memory:
             found = self.handler.recover(str(self.directory), abstract_state, item=self._item)
             if found is not None:
+                self._tell_behind(found[0])
                 return found
         if (newest := self.latest_step()) is None:
             return None
@@ -111,6 +115,17 @@ class AdaCheckManager(ocp.CheckpointManager):
             return newest, self.restore(newest, args=args)
         args = ocp.args.Composite(**{self._item: args})
         return newest, self.restore(newest, args=args)[self._item]
+
+    def _tell_behind(self, recovered: int) -> None:
+        """Warns of other items that storage has of an earlier step than was recovered."""
+        newest = self.latest_step()
+        if self._item is not None and newest is not None and newest < recovered:
+            _log.warning(
+                "%s: the state of step %d was in memory, and the other items are in storage, of "
+                "step %d: %d behind. Restore them with restore(%d, args=...), and move a data "
+                "iterator on by as many batches as the steps between took.",
+                *(self.directory, recovered, newest, recovered - newest, newest),
+            )
 
     def save(
         self,
