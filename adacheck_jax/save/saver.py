@@ -378,12 +378,13 @@ class Saver:
         with self._lock:
             self._watch.stay()
 
-    def defer(self, state: PyTree, step: int | None, *, is_away: bool = False) -> bool:
+    def defer(self, state: PyTree, step: int | None, *, away_bytes: int | None = None) -> bool:
         """Keeps a step in memory, for the next save to write with its own.
 
         True if it was kept; see :meth:`~adacheck_jax.AdaCheckHandler.record_step`. The step is the
-        one after the last if no number is given. While storage ``is_away`` more steps are kept, and
-        each is known to be one update from the last when this returns.
+        one after the last if no number is given. While storage is away they may take ``away_bytes``
+        of host memory, a number that all processes give alike, and each is known to be one update
+        from the last when this returns.
 
         Raises:
             ValueError: a later step was saved or deferred before, or another state was saved as
@@ -392,7 +393,7 @@ class Saver:
         """
         with self._lock:
             self._enter(is_save=False)
-            why = self._why_not_deferred(state, step, is_away=is_away)
+            why = self._why_not_deferred(state, step, away_bytes)
             deferred = self._planner.deferred
             self._note_position()
             if why and step is None and len(deferred):
@@ -403,7 +404,7 @@ class Saver:
                 self._notices.note_step(step)
             return not why
 
-    def _why_not_deferred(self, state: PyTree, step: int | None, *, is_away: bool) -> str:
+    def _why_not_deferred(self, state: PyTree, step: int | None, away_bytes: int | None) -> str:
         """Defers a step, or gives the reason why it has to be saved."""
         planner, deferred = self._planner, self._planner.deferred
         planner.learn()
@@ -424,7 +425,7 @@ class Saver:
         if not len(deferred):
             deferred.restart(parent)
         snapshot = planner.snapshots.take(state)
-        course = planner.plan_deferred(snapshot, parent, number, again, is_away=is_away)
+        course = planner.plan_deferred(snapshot, parent, number, again, away_bytes)
         if isinstance(course, str):
             return course
         before = parent.tip.staged
@@ -439,8 +440,9 @@ class Saver:
         tip = Tip(number, depth, own, copies.kept, witness)
         deferred.add(tip, own, drains=snapshot.structure.on_accelerator)
         self._watch.leave_deferred()
-        if jax.process_count() == 1 and (planner.distrust.is_cautious or is_known or is_away):
-            # Several processes would not know it at the same time.
+        # Several processes would not know it at the same time, unless all of them wait for it.
+        is_alone = jax.process_count() == 1
+        if away_bytes is not None or (is_alone and (planner.distrust.is_cautious or is_known)):
             return planner.settle_last_deferred()
         return ""
 
