@@ -37,9 +37,10 @@ import jax
 import orbax.checkpoint as ocp
 
 from adacheck_jax import errors
-from adacheck_jax.errors import AdaCheckError, ReplayError, first_line
+from adacheck_jax.errors import AdaCheckError, ReplayError, StorageError, first_line
 from adacheck_jax.format.one_process import OneProcess
 from adacheck_jax.save.attempt import Report
+from adacheck_jax.save.one_save import is_refusal
 
 _ROOM = "adacheck"
 _REMEMBERED = 1000
@@ -130,14 +131,15 @@ class Processes:
         if self._beating is not None:
             self._beating.join(self.patience.beat_s)  # a call may hang where the service does
 
-    def exchange(self, directory: object) -> ServiceExchange:
+    def exchange(self, directory: object, *, is_save: bool = True) -> ServiceExchange:
         """An exchange about one attempt to save a step.
 
         Keys are written once, so a step that is saved again needs other ones. The processes number
         the attempts at a directory alike: each of them calls this once an attempt, and before
         anything that may fail in one of them alone.
         """
-        return ServiceExchange(self, self._new_key(directory), str(directory), self.patience)
+        key, where = self._new_key(directory), str(directory)
+        return ServiceExchange(self, key, where, self.patience, is_save=is_save)
 
     def barrier(self, name: str, longest_s: float) -> None:
         """Waits until all processes are here."""
@@ -249,12 +251,16 @@ class ServiceExchange:
             self._post(self._answer_key(topic), _packed(answer))
         return answer
 
-    def fail(self, topic: str, error: BaseException) -> None:
-        """Posts an error in place of this process's report, or of the answer."""
+    def fail(self, topic: str, error: BaseException, what: str = "write its share") -> None:
+        """Posts an error in place of this process's report, or of the answer.
+
+        What storage refused here is to the others what it refused them: it can be written again.
+        """
         process = self._processes.index
         key = self._report_key(topic, process) if process else self._answer_key(topic)
-        text = f"process {process} could not write its share ({type(error).__name__}: {error})."
+        text = f"process {process} could not {what} ({type(error).__name__}: {error})."
         kind = ReplayError if isinstance(error, ReplayError) else AdaCheckError
+        kind = StorageError if is_refusal(error) else kind
         self._post_error(key, {"error": text + self._loss, "kind": kind.__name__})
 
     def tell(self, topic: str, report: Report) -> None:
@@ -263,6 +269,28 @@ class ServiceExchange:
         with self._service():
             key = self._report_key(topic, process) if process else self._answer_key(topic)
             self._post(key, _packed(report))
+
+    def hear(self, topic: str) -> Report:
+        """Waits for what process 0 tells.
+
+        Raises:
+            AdaCheckError: process 0 posted an error, is gone, or tells nothing in time.
+        """
+        with self._service():
+            return self._answer(topic, lambda: False)
+
+    def refusal(self, topic: str) -> AdaCheckError | None:
+        """The error that process 0 has posted; None if it has posted none so far."""
+        with contextlib.suppress(jax.errors.JaxRuntimeError):
+            if "error" in (answer := self._get(self._answer_key(topic)) or {}):
+                return _error_of(answer)
+        return None
+
+    def within(self, longest_s: float) -> ServiceExchange:
+        """The same exchange, which waits for others for some seconds at most."""
+        patience = dataclasses.replace(self._patience, report_s=longest_s, answer_s=longest_s)
+        is_save = bool(self._loss)
+        return ServiceExchange(self._processes, self._key, self._where, patience, is_save=is_save)
 
     def reports(self, topic: str) -> Sequence[Report]:
         """The reports of all processes, after they agreed."""
@@ -357,13 +385,13 @@ class ServiceExchange:
         return f"{self._key}/{topic}/answer"
 
 
-def exchange(directory: object) -> ServiceExchange | None:
+def exchange(directory: object, *, is_save: bool = True) -> ServiceExchange | None:
     """This process's exchange about one attempt to save a step; None if there is no other process.
 
     Raises:
         AdaCheckError: there are several processes, and no coordination service.
     """
-    return None if jax.process_count() == 1 else _all().exchange(directory)
+    return None if jax.process_count() == 1 else _all().exchange(directory, is_save=is_save)
 
 
 def wait_for_processes(*, key: str, timeout_ms: int) -> None:

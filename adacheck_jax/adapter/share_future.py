@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import threading
 import time
 from collections.abc import Sequence
@@ -11,7 +12,9 @@ import orbax.checkpoint as ocp
 from orbax.checkpoint.future import CommitFutureAwaitingContractedSignals
 
 from adacheck_jax.device import jax_settings
+from adacheck_jax.errors import StorageError
 from adacheck_jax.save import share
+from adacheck_jax.save.attempt import SHARES, Exchange
 from adacheck_jax.save.one_save import Save
 from adacheck_jax.store.base_writer import ArrayLayout
 from adacheck_jax.store.steps import roots
@@ -20,6 +23,8 @@ from adacheck_jax.store.storage.location import AnyPath, at
 
 _MOMENT_S = 0.02
 """Longest time that the caller's thread has to itself, before a share is written."""
+_LOOK_S = 1.0
+"""Time after which one of several processes looks why there is no directory to write into."""
 
 
 class ShareFuture(ocp.Future):
@@ -34,14 +39,37 @@ class ShareFuture(ocp.Future):
     def __init__(
         self, save: Save, directory: AnyPath, layout: ArrayLayout, left: threading.Event
     ) -> None:
-        self._go = threading.Event()
-        written = _written(save, directory, layout, (self._go, left))
+        self._go, self._is_writing, self._save = threading.Event(), threading.Event(), save
+        written = _written(save, directory, layout, self._is_writing, (self._go, left))
         self._begun = CommitFutureAwaitingContractedSignals(written, name="adacheck_write")
 
     def result(self, timeout: float | None = None) -> Any:
         """Wait until the share is durable."""
         self._go.set()
-        return self._begun.result(timeout)
+        begin_s, longest_s = time.monotonic(), math.inf if timeout is None else timeout
+        if (exchange := self._save.attempt.exchange) is not None:
+            self._wait_for_directories(exchange, begin_s + longest_s)
+        left_s = begin_s + longest_s - time.monotonic()
+        return self._begun.result(None if timeout is None else max(left_s, 0.0))
+
+    def _wait_for_directories(self, exchange: Exchange, until_s: float) -> None:
+        """Waits until process 0 has made the directories, or has told that it could not.
+
+        Raises:
+            AdaCheckError: it could not; or they are not there in the time that Orbax allows.
+        """
+        while not self._is_writing.wait(_LOOK_S) and time.monotonic() < until_s:
+            if (error := exchange.refusal(SHARES)) is not None:
+                raise error
+            try:
+                self._begun.result(0.0)
+            except TimeoutError:
+                continue
+            except Exception as late:
+                where = self._save.directory
+                error = StorageError(f"{where}: expected its directory, found none in time")
+                exchange.fail(SHARES, error)
+                raise error from late
 
     def cancel(self) -> None:
         """Give up waiting."""
@@ -49,9 +77,14 @@ class ShareFuture(ocp.Future):
 
 
 async def _written(
-    save: Save, directory: AnyPath, layout: ArrayLayout, signs: Sequence[threading.Event]
+    save: Save,
+    directory: AnyPath,
+    layout: ArrayLayout,
+    is_writing: threading.Event,
+    signs: Sequence[threading.Event],
 ) -> None:
     """Write this process's share of a save, once all signs are given or a moment has passed."""
+    is_writing.set()
     until_s = time.monotonic() + _MOMENT_S
     for each in signs:
         each.wait(max(until_s - time.monotonic(), 0.0))

@@ -254,13 +254,15 @@ class TrainingRun:
         self._announcer.tell_saved(report)
 
     @jax_settings.own()
-    def record_step(self, state: PyTree, step: int | None = None, *, is_away: bool = False) -> bool:
+    def record_step(
+        self, state: PyTree, step: int | None = None, *, away_bytes: int | None = None
+    ) -> bool:
         """Take hold of a step for the next save; see :meth:`AdaCheckHandler.record_step`."""
         self._process.enter()
         state = inputs.checked_state(state)
         step = inputs.step_number(step)
         saver = self.saver
-        return saver is not None and saver.defer(state, step, is_away=is_away)
+        return saver is not None and saver.defer(state, step, away_bytes=away_bytes)
 
     @property
     def saver(self) -> Saver | None:

@@ -9,6 +9,7 @@ import threading
 from collections.abc import Callable, Sequence
 from typing import Any, Protocol
 
+from adacheck_jax.errors import AdaCheckError
 from adacheck_jax.store.storage.interface import Stamp
 
 Report = dict[str, Any]
@@ -47,6 +48,10 @@ class Exchange(Protocol):
 
     def fail(self, topic: str, error: BaseException) -> None:
         """Tells the other processes, instead of a report, that this one failed."""
+
+    def refusal(self, topic: str) -> AdaCheckError | None:
+        """The error that process 0 has told the others; None if it has told none so far."""
+        ...
 
     def reports(self, topic: str) -> Sequence[Report]:
         """The reports of all processes on a topic that they agreed on."""

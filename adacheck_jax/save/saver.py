@@ -383,12 +383,13 @@ class Saver:
         with self._lock:
             self._watch.stay()
 
-    def defer(self, state: PyTree, step: int | None, *, is_away: bool = False) -> bool:
+    def defer(self, state: PyTree, step: int | None, *, away_bytes: int | None = None) -> bool:
         """Keeps a step in memory, for the next save to write with its own.
 
         True if it was kept; see :meth:`~adacheck_jax.AdaCheckHandler.record_step`. The step is the
-        one after the last if no number is given. While storage ``is_away`` more steps are kept, and
-        each is known to be one update from the last when this returns.
+        one after the last if no number is given. While storage is away they may take ``away_bytes``
+        of host memory, a number that all processes give alike, and each is known to be one update
+        from the last when this returns.
 
         Raises:
             ValueError: a later step was saved or deferred before, or another state was saved as
@@ -397,7 +398,7 @@ class Saver:
         """
         with self._lock:
             self._enter(is_save=False)
-            why = self._why_not_deferred(state, step, is_away=is_away)
+            why = self._why_not_deferred(state, step, away_bytes)
             deferred = self._planner.deferred
             self._note_position()
             if why and step is None and len(deferred):
@@ -408,7 +409,7 @@ class Saver:
                 self._notices.note_step(step)
             return not why
 
-    def _why_not_deferred(self, state: PyTree, step: int | None, *, is_away: bool) -> str:
+    def _why_not_deferred(self, state: PyTree, step: int | None, away_bytes: int | None) -> str:
         """Defers a step, or gives the reason why it has to be saved."""
         planner, deferred = self._planner, self._planner.deferred
         planner.learn()
@@ -429,7 +430,7 @@ class Saver:
         if not len(deferred):
             deferred.restart(parent)
         snapshot = planner.snapshots.take(state)
-        course = planner.plan_deferred(snapshot, parent, number, again, is_away=is_away)
+        course = planner.plan_deferred(snapshot, parent, number, again, away_bytes)
         if isinstance(course, str):
             return course
         before = parent.tip.staged
@@ -440,15 +441,16 @@ class Saver:
         label = f"recorded step {number}"
         own, witness, copies = self._stager.stage(snapshot, course, None, label)
         copies.wait()
-        waits = planner.distrust.is_cautious or is_away
-        if is_known and not waits:  # before the worker begins, which takes turns with this thread
+        is_alone = jax.process_count() == 1
+        # Several processes would not know it at the same time, unless all of them wait for it.
+        waits = away_bytes is not None or (is_alone and planner.distrust.is_cautious)
+        if is_alone and is_known and not waits:  # before the worker takes turns with this thread
             waits = not own.seems_planned(snapshot.counts())
         depth = parent.tip.depth + len(deferred) + 1
         tip = Tip(number, depth, own, copies.kept, witness)
         deferred.add(tip, own, drains=snapshot.structure.on_accelerator)
         self._watch.leave_deferred()
-        # Several processes would not know it at the same time.
-        return planner.settle_last_deferred() if waits and jax.process_count() == 1 else ""
+        return planner.settle_last_deferred() if waits else ""
 
     def close(self) -> None:
         """Tells of deferred steps that are not saved; another manager may still save them."""

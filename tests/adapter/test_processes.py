@@ -13,7 +13,7 @@ import pytest
 
 from adacheck_jax.adapter import processes
 from adacheck_jax.adapter.processes import Patience, Processes, ServiceExchange
-from adacheck_jax.errors import AdaCheckError, MismatchError, ReplayError
+from adacheck_jax.errors import AdaCheckError, MismatchError, ReplayError, StorageError
 from tests.adapter.memory_service import MemoryService
 
 QUICK = Patience(look_s=0.05)
@@ -94,6 +94,17 @@ def test_the_others_are_told_of_a_process_that_failed(run_of, failing):
     for each in together(*(agreeing(each, 0) for each in others)):
         with pytest.raises(ReplayError, match=f"process {failing} could not write its share.*bits"):
             each.result()
+
+
+def test_what_storage_refuses_one_process_is_a_refusal_to_all(run_of):
+    first, second = run_of(2).exchanges()
+    assert first.refusal("shares") is None
+    second.fail("shares", OSError(5, "Input/output error"))
+    with pytest.raises(StorageError, match="process 1 could not write its share"):
+        first.agree("shares", {"number": 0}, numbers)
+    assert isinstance(second.refusal("shares"), StorageError)
+    with pytest.raises(StorageError, match="Input/output error"):
+        second.hear("shares")
 
 
 def test_a_failure_is_told_while_another_process_is_still_writing(run_of):

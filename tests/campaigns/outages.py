@@ -9,6 +9,8 @@ nothing is left in memory. Then a new manager restores the steps for which ``sav
 and compares them bit by bit: all, or 100 evenly spread ones, while the others are replayed and
 compared with their fingerprints.
 
+With ``--processes 2`` two processes train together, of which the disk of one or both is away.
+
 Told are the seconds that ``save`` took beyond its median, in all and the longest, and the largest
 memory of steps that were kept.
 """
@@ -47,6 +49,7 @@ from adacheck_jax.tools import audit
 from tests.campaigns import command, shim
 from tests.campaigns.disk import Run
 from tests.campaigns.operations import FULL, HANG, Disk
+from tests.processes import outputs, start
 
 PACE_S = {"disk": 0.2, "s3": 0.5}
 """Seconds of a step, at least."""
@@ -65,11 +68,11 @@ class Storage:
 
 
 @contextlib.contextmanager
-def on_disk(work: Path, does: str) -> Iterator[Storage]:
-    disk, root = Disk(), work / "root"
+def on_disk(root: Path | str, log: Path | str, does: str) -> Iterator[Storage]:
+    disk, there, out = Disk(), Path(root), Path(log)
     mode, error = (HANG, 0) if does == "hangs" else (FULL, errno.EIO)
     try:
-        yield Storage(str(root), lambda: disk.arm(root, work / "log", mode, 1, error), disk.disarm)
+        yield Storage(str(root), lambda: disk.arm(there, out, mode, 1, error), disk.disarm)
     finally:
         disk.disarm()
 
@@ -113,7 +116,7 @@ class Trial:
 
     Attributes:
         pace_s: seconds of a step, at least.
-        digests: of the state of each step for which ``save`` returned True.
+        digests: of each process's part of the state, of each step for which ``save`` returned True.
         calls_s: seconds of each call of ``save``.
         healthy: number of calls before the outage.
         errors: what ``save`` and ``close`` raised.
@@ -122,7 +125,7 @@ class Trial:
 
     run: Run
     pace_s: float
-    digests: dict[int, str] = field(default_factory=dict)
+    digests: dict[int, list[str]] = field(default_factory=dict)
     calls_s: list[float] = field(default_factory=list)
     errors: list[str] = field(default_factory=list)
     kept_bytes: int = 0
@@ -136,7 +139,7 @@ class Trial:
         call_s = time.monotonic()
         try:
             if manager.save(run.step, args=adacheck.SaveArgs(state)):
-                self.digests[run.step] = digest
+                self.digests[run.step] = [digest]
         except Exception as error:
             self.errors.append(f"step {run.step}: {type(error).__name__}: {error}"[:400])
         self.calls_s.append(time.monotonic() - call_s)
@@ -148,6 +151,11 @@ class Trial:
 
 def digest_of(leaves: list[np.ndarray]) -> str:
     return hashlib.sha256(b"".join(each.tobytes() for each in leaves)).hexdigest()
+
+
+def part(leaf: np.ndarray, process: int, processes: int) -> np.ndarray:
+    """The rows of a leaf that one of several processes has."""
+    return np.split(leaf, processes)[process] if leaf.ndim else leaf
 
 
 def trained(
@@ -218,13 +226,15 @@ def harmed(root: str, trial: Trial) -> list[str]:
         wrong += [f"step {each.step}: {each.damage}" for each in report.steps if each.damage]
     asked = {step: trial.digests[step] for step in spread([*trial.digests], RESTORED)}
     with adacheck.checkpoint_manager(root, max_to_keep=None) as manager:
-        for step, digest in asked.items():
+        for step, digests in asked.items():
             try:
                 found = manager.restore(step, args=adacheck.RestoreArgs(target))
             except Exception as error:
                 wrong.append(f"step {step}: not restored: {type(error).__name__}: {error}"[:300])
                 continue
-            if digest_of([np.asarray(leaf) for leaf in jax.tree.leaves(found)]) != digest:
+            leaves, count = [np.asarray(leaf) for leaf in jax.tree.leaves(found)], len(digests)
+            parts = ([part(x, n, count) for x in leaves] for n in range(count))
+            if [digest_of(each) for each in parts] != digests:
                 wrong.append(f"step {step}: other bits")
     return wrong
 
@@ -235,12 +245,52 @@ def tried(
     place, _, does = kind.partition(" ")
     options = {"max_deltas": 8} if number % 2 else {}
     with tempfile.TemporaryDirectory(prefix="outages-") as work:
-        opened = on_disk(Path(work), does)
+        opened = on_disk(Path(work) / "root", Path(work) / "log", does)
         if server is not None and place == "s3":
             opened = contextlib.nullcontext(server.storage(number, does))
         with opened as storage:
             trial = trained(storage, PACE_S[place], seconds, chance, **options)
             wrong = harmed(copied(storage.root, Path(work) / "copy"), trial)
+    return found(kind, seconds, trial, wrong)
+
+
+def tried_together(
+    number: int, kind: str, seconds: float, chance: random.Random, server: Server | None, count: int
+) -> dict[str, Any]:
+    """The same in several processes; of a disk one of them loses it, or all do."""
+    place, _, does = kind.partition(" ")
+    where = chance.choice([[0], [1], [*range(count)]])
+    options = {"max_deltas": 8} if number % 2 else {}
+    given = {"pace_s": PACE_S[place], "seconds": seconds, "delay_s": chance.uniform(0, 3)}
+    given |= {"options": options, "where": where, "does": does if place == "disk" else ""}
+    with tempfile.TemporaryDirectory(prefix="outages-") as work:
+        root, out = str(Path(work) / "root"), Path(work) / "out"
+        storage = server.storage(number, does) if server is not None and place == "s3" else None
+        root = root if storage is None else storage.root
+        children = start(json.dumps(given), count, root, out, 1, "tests.campaigns.outages_worker")
+        while storage is not None and not Path(f"{out}-ready0").exists():
+            assert children[0].returncode is None, children[0].ended()
+            time.sleep(0.01)
+        if storage is not None:
+            time.sleep(given["delay_s"])
+            storage.leave()
+            time.sleep(seconds)
+            storage.come_back()
+        outputs(children)
+        told = [json.loads(Path(f"{out}-{n}").read_text()) for n in range(count)]
+        answers = [[*each["digests"]] for each in told]
+        first = Trial(Run(), **{k: v for k, v in told[0].items() if k not in ("digests", "errors")})
+        first.errors = [f"process {n}: {x}" for n, each in enumerate(told) for x in each["errors"]]
+        first.digests = {
+            int(step): [digest for each in told for digest in each["digests"].get(step, [])]
+            for step in answers[0]
+        }
+        wrong = harmed(copied(root, Path(work) / "copy"), first)
+        wrong += [] if all(each == answers[0] for each in answers) else ["answers differ"]
+    return {"where": where, **found(kind, seconds, first, wrong)}
+
+
+def found(kind: str, seconds: float, trial: Trial, wrong: list[str]) -> dict[str, Any]:
     median_s = statistics.median(trial.calls_s)
     beyond_s = [x - median_s for x in trial.calls_s[trial.healthy :] if x > 4 * median_s]
     return {
@@ -283,6 +333,7 @@ def table(results: list[dict[str, Any]]) -> str:
 def arguments_of(argv: list[str] | None = None) -> argparse.Namespace:
     parser = command.parser(__doc__, count=15, seed=0, minutes=7.0, json=False)
     parser.add_argument("--seconds", type=float, nargs="+", default=[1.0, 5.0, 20.0])
+    parser.add_argument("--processes", type=int, default=1)
     parser.add_argument("--kinds", nargs="+", choices=KINDS, default=KINDS)
     return parser.parse_args(argv)
 
@@ -303,7 +354,9 @@ def main() -> int:
         for number in command.trials(arguments.count, arguments.minutes):
             seconds, kind = next(cases)
             chance = random.Random(1000 * arguments.seed + number)
-            results.append(tried(number, kind, seconds, chance, server))
+            trial = number, kind, seconds, chance, server
+            count = arguments.processes
+            results.append(tried(*trial) if count == 1 else tried_together(*trial, count))
             print(json.dumps(results[-1]), file=sys.stderr, flush=True)
     finally:
         if server is not None:

@@ -14,10 +14,10 @@ from typing import Any
 
 import orbax.checkpoint as ocp
 import pytest
-from orbax.checkpoint._src.path import async_path
+from orbax.checkpoint._src.path import async_path, deleter
 
 import adacheck_jax as adacheck
-from adacheck_jax.adapter.away import keeping, outage
+from adacheck_jax.adapter.away import looking, outage
 from adacheck_jax.errors import StorageError
 from adacheck_jax.format.manifest import BaseManifest
 from adacheck_jax.plan import situation
@@ -269,6 +269,28 @@ def test_no_step_stays_that_retention_let_go(tmp_path, monkeypatch):
         assert on_disk == manager.all_steps()
 
 
+def test_an_old_step_that_cannot_be_deleted_is_deleted_later(tmp_path, monkeypatch, caplog):
+    """The step that was saved has its name by then."""
+    loop = Loop(tmp_path, kept=3)
+
+    def refused(*_: Any) -> None:
+        raise OSError(errno.EIO, "Input/output error")
+
+    with loop.manager as manager:
+        loop.step(6)
+        manager.wait_until_finished()
+        with monkeypatch.context() as patch:
+            patch.setattr(deleter.StandardCheckpointDeleter, "delete", refused)
+            loop.step()
+            manager.wait_until_finished()
+        assert "earlier steps could not be deleted" in caplog.text
+        assert not loop.kept
+        loop.step(3)
+        manager.wait_until_finished()
+        on_disk = sorted(int(path.name) for path in tmp_path.iterdir() if path.name.isdecimal())
+        assert on_disk == manager.all_steps() == [8, 9, 10]
+
+
 def manifest_of(root, step):
     return manifest_file.read(root / str(step) / "default")
 
@@ -425,7 +447,9 @@ def test_what_follows_a_save_that_is_lost_is_named(tmp_path, monkeypatch):
             storage.come_back()
             loop.until_failed()
         loop.run.advance()
-        with pytest.raises(StorageError, match=r"a mistake Not saved .* recorded steps 4 to 5"):
+        with pytest.raises(
+            StorageError, match=r"a mistake Step 3 is not saved, nor .* steps 4 to 5, wh"
+        ):
             manager.save(6, args=adacheck.SaveArgs(loop.run.state))
         loop.step(2)
     loop.check(lost=(3, 4, 5))
@@ -477,14 +501,14 @@ def test_a_look_that_hangs_does_not_stop_the_loop(tmp_path, monkeypatch):
             asked.append(1)
             return keeping_asked(lambda: back.wait(60) and look())
 
-        keeping_asked = keeping._asked
-        monkeypatch.setattr(keeping, "_asked", hangs)
+        keeping_asked = looking._asked
+        monkeypatch.setattr(looking, "_asked", hangs)
         monkeypatch.setattr(outage, "PATIENCE_S", 0.1)
         loop.step(5)
         assert (loop.kept, len(asked)) == ([3, 4, 5, 6, 7], 1)
         back.set()
         assert manager._look is not None
-        manager._look.result(60)
+        manager._look._look.result(60)
         loop.step()
         manager.wait_until_finished()
     assert joined(loop.check()) == [[3, 4], [5, 6, 7, 8]]

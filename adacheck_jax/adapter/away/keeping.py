@@ -6,126 +6,59 @@ a storage that does not answer, and raises the error of one that refuses.
 """
 
 # Threads: a training loop's thread saves, waits and closes; other threads may wait too, and then
-# they write nothing. Orbax's thread ends a save (``_finalize``); a look at the disk has a thread of
-# its own, since it may never return.
+# they write nothing. Orbax's thread ends a save (``_finalize``, ``_meet``).
+#
+# Several processes do alike: process 0 decides, and what it decided goes through ``_together``.
+# What all find out alike is not told: how the save in flight has ended, since Orbax's last barrier
+# is behind a failure too, and which steps are in memory.
 
 from __future__ import annotations
 
 import contextlib
 import dataclasses
-import logging
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping
-from concurrent.futures import Future, wait
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import jax
 import orbax.checkpoint as ocp
 from etils import epath
 
-from adacheck_jax.adapter.arguments import KEPT, RestoreArgs, SaveArgs, expect_args
+from adacheck_jax.adapter.arguments import KEPT, SaveArgs, expect_args
 from adacheck_jax.adapter.away import outage as outages
-from adacheck_jax.adapter.away.outage import Outage
+from adacheck_jax.adapter.away.deciding import Action, Flight, StorageFacts, decide
+from adacheck_jax.adapter.away.ending import EndingManager
+from adacheck_jax.adapter.away.looking import Look
 from adacheck_jax.adapter.handler import AdaCheckHandler
 from adacheck_jax.adapter.inputs import step_number
-from adacheck_jax.device.trees import PyTree
 from adacheck_jax.errors import AdaCheckError, StorageError, first_line
-from adacheck_jax.save.line.kept import Keeper, KeptSteps
+from adacheck_jax.save.attempt import Report
+from adacheck_jax.save.line.kept import KeptSteps
 from adacheck_jax.save.one_save import is_refusal
-from adacheck_jax.store.steps import roots
 from adacheck_jax.store.steps.lineage import shown_steps
 from adacheck_jax.store.storage.location import at, located
 
-_log = logging.getLogger(__name__)
 
-_LOOK_S = 0.5
-"""Longest wait for a look at storage while it is away."""
-
-
-class AdaCheckManager(ocp.CheckpointManager):
+class AdaCheckManager(EndingManager):
     """A stock Orbax manager that tells its handler; :func:`checkpoint_manager` makes one.
 
-    In a process alone, and where it saves nothing but the state, its ``save`` goes on while storage
-    is away: see ``docs/guide/storage-away.md``.
+    Where it saves nothing but the state, its ``save`` goes on while storage is away: see
+    ``docs/guide/storage-away.md``.
 
     Attributes:
         handler: the handler, for ``record_step``, ``recover``, ``restored`` and ``last_save``.
     """
 
     def __init__(self, handler: AdaCheckHandler, root: epath.Path, **arguments: Any) -> None:
-        self.handler = handler
-        # Several processes would have to find out alike that storage is away.
-        handlers = arguments.get("item_handlers")
-        is_alone = jax.process_count() == 1 and handlers is handler
-        named = handlers.items() if isinstance(handlers, Mapping) else ()
-        self._item = next((name for name, each in named if each is handler), None)
-        self._outage = Outage() if is_alone else None
-        handler.run.keeps_refused = is_alone
         self._in_flight: tuple[int, bool] | None = None
-        self._promised, self._has_gap = -1, False
+        self._promised, self._has_gap, self._room_bytes = -1, False, 0
         self._saving_thread, self._is_inside = threading.get_ident(), False
-        self._look: Future[bool] | None = None
+        self._look: Look | None = None
         self._is_closed = False
-        super().__init__(root, **arguments)
+        super().__init__(handler, root, **arguments)
         if handler.run.has_recorder and (newest := self.latest_step()) is not None:
             self.reached_preemption(newest)  # or JAX would end a resumed run at step 1
-
-    def reached_preemption(self, step: int) -> bool:
-        """As Orbax's, for the training loop alone.
-
-        JAX ends a run at the step after the last one that it was asked about. Orbax's thread that
-        ends a save asks too, for a metric, of a step that the loop may have left behind: no process
-        would ever come to the step after it.
-        """
-        is_orbax = threading.current_thread().name == "save_finalize"
-        return not is_orbax and super().reached_preemption(step)
-
-    def restore_newest(self, abstract_state: PyTree) -> tuple[int, PyTree] | None:
-        """The newest state that can be had: from memory, here or of other processes, or storage.
-
-        ::
-
-            first = 0
-            if (found := manager.restore_newest(state)) is not None:
-                newest, state = found
-                first = newest + 1
-
-        Memory serves where the handler's shadow has a directory and what is there is as new as
-        storage (:meth:`AdaCheckHandler.recover`). Other items stay with storage: where
-        ``latest_step()`` is less than the step, a data iterator restored from it is behind by as
-        many steps.
-
-        Args:
-            abstract_state: tree of ``jax.ShapeDtypeStruct`` with shardings, or of arrays, of the
-                whole state.
-
-        Returns:
-            The number of the step and its state, verified; None if there is none yet.
-        """
-        if self.handler.run.has_memory:
-            found = self.handler.recover(str(self.directory), abstract_state, item=self._item)
-            if found is not None:
-                self._tell_behind(found[0])
-                return found
-        if (newest := self.latest_step()) is None:
-            return None
-        args: Any = RestoreArgs(abstract_state)
-        if self._item is None:
-            return newest, self.restore(newest, args=args)
-        args = ocp.args.Composite(**{self._item: args})
-        return newest, self.restore(newest, args=args)[self._item]
-
-    def _tell_behind(self, recovered: int) -> None:
-        """Warns of other items that storage has of an earlier step than was recovered."""
-        newest = self.latest_step()
-        if self._item is not None and newest is not None and newest < recovered:
-            _log.warning(
-                "%s: the state of step %d was in memory, and the other items are in storage, of "
-                "step %d: %d behind. Restore them with restore(%d, args=...), and move a data "
-                "iterator on by as many batches as the steps between took.",
-                *(self.directory, recovered, newest, recovered - newest, newest),
-            )
 
     def save(
         self,
@@ -169,83 +102,100 @@ class AdaCheckManager(ocp.CheckpointManager):
         is_ours = isinstance(args, SaveArgs) and not any(each is not None for each in given)
         if not force and (step <= self._promised or not self.should_save(step)):
             return False
-        has_ended = self._has_ended()
-        is_new = step > self._promised
-        if not is_new and (keeper := self._keeper) is not None:
-            keeper.replace(step)
-        if has_ended and self._goes_on(step, lambda: save(True), is_ours=is_ours):
+        action, told = self._decided(step, is_ours=is_ours)
+        if action is Action.SAVE and self._begins(step, lambda: save(True), is_ours=is_ours):
             return True
-        if isinstance(args, SaveArgs) and is_ours and is_new and self._recorded(args, step):
+        if action is Action.WRITE:
+            self._write(told)
+        is_recorded = action is not Action.WAIT and is_ours and step > self._promised
+        if is_recorded and isinstance(args, SaveArgs) and self._recorded(args, step):
             return True
         try:
             self._write_kept()
-            outage.begin()
-            with self._inside():
-                done = save(True)
+            self._call(step, lambda: save(True), is_ours=is_ours)
         except BaseException:
             self._has_gap = True  # nothing that is recorded would follow by one update
             raise
-        self._in_flight = (step, is_ours) if done else None
-        return done
+        return self._in_flight is not None
 
-    def restore(
-        self,
-        step: int | None,
-        items: Any = None,
-        restore_kwargs: Any = None,
-        directory: epath.PathLike | None = None,
-        args: ocp.args.CheckpointArgs | None = None,
-    ) -> Any:
-        """As Orbax's; also of a step that was recorded and that a later one holds.
+    def _decided(self, step: int, *, is_ours: bool) -> tuple[Action, Report]:
+        """What all processes do with a step, and what goes with that."""
+        while True:
+            told = self._together.decided(lambda: self._decision(step, is_ours=is_ours))
+            action = Action(told["action"])
+            if action is Action.RESOLVE:
+                self._join(told["why"])
+            else:
+                if told["has_ended"]:
+                    self._end(step)
+                return action, told
 
-        Raises:
-            ValueError: ``args`` are none of this library.
-            FileNotFoundError: no step holds it; or a later one does, and other items than the
-                state are asked for, of which there are none.
-        """
-        expect_args(args, RestoreArgs, self._item)
-        try:
-            return super().restore(step, items, restore_kwargs, directory, args)
-        except FileNotFoundError as error:
-            holder, root = None, located(str(directory or self.directory))
-            if step is not None:
-                holder = roots.holder_of(step, root)
-            if holder in (None, step):
-                raise
-            if isinstance(args, RestoreArgs) and args.step is None:
-                args = dataclasses.replace(args, step=step)
-                return super().restore(holder, directory=directory, args=args)
-            raise FileNotFoundError(
-                f"{root}: expected step {step} with all that is asked for, found its state alone, "
-                f"recorded in step {holder}. Restore that: manager.restore({holder}, "
-                f"args=ocp.args.Composite(state=adacheck.RestoreArgs(state, step={step})))."
-            ) from error
+    def _decision(self, step: int, *, is_ours: bool) -> Report:
+        """What is done with a step, as process 0 sees it."""
+        outage, flight = self._outage, self._flown()
+        assert outage is not None
+        if flight is Flight.ENDED:
+            self._end(step)
+        kept = self._kept()
+        facts = StorageFacts(
+            flight=flight,
+            is_due=outage.is_due,
+            has_gap=self._has_gap,
+            is_ours=is_ours,
+            is_new=step > self._promised,
+            is_promised=self._promised >= 0,
+            has_refused=kept.refused is not None,
+            deferred=len(kept.deferred),
+            portion=kept.portion,
+        )
+        if (action := decide(facts)) is Action.LOOK:
+            if self._look is None:
+                self._look = Look(at(located(str(self.directory))), outage)
+            answers = self._look.answers(step)
+            action = decide(dataclasses.replace(facts, answers=answers))
+        told: Report = {"action": action.value, "has_ended": flight is Flight.ENDED}
+        if flight is Flight.FAILED:
+            told["why"] = str(self._finalize_thread.get_not_none().exception)
+        return told | (self._next_write() if action is Action.WRITE else {})
 
-    def _goes_on(self, step: int, save: Callable[[], bool], *, is_ours: bool) -> bool:
-        """Tries storage if that is due; True if the step is taken care of."""
-        outage, kept = self._outage, self._kept()
-        if outage is None or not outage.is_due or self._has_gap:
-            return False
-        if not is_ours and self._promised >= 0:
-            return False  # those before are written first
-        if not self._answers(step):
-            return False
-        is_all = self._promised < 0 or len(kept.deferred) < kept.portion
-        if kept.refused is None and is_all:
-            return self._begins(step, save, is_ours=is_ours)
-        if (number := kept.next_number(in_portions=True)) is not None:
-            self._begins(number, self._writing(number), is_ours=True)
-        return False
+    def _flown(self) -> Flight:
+        """Waits for the save in flight, as long as there is patience."""
+        outage, thread = self._outage, self._finalize_thread.get()
+        if thread is not None and thread.is_alive() and outage is not None:
+            threading.Thread.join(thread, outage.patience_s)  # without its error
+            if thread.is_alive():
+                outage.hang()
+                return Flight.GOES_ON
+        has_failed = thread is not None and thread.exception is not None
+        return Flight.FAILED if has_failed and self._in_flight is not None else Flight.ENDED
+
+    def _end(self, step: int) -> None:
+        """Notes that no save is in flight when a step is saved."""
+        self._join()
+        if step <= self._promised and (keeper := self._keeper) is not None:
+            keeper.replace(step)
 
     def _recorded(self, args: SaveArgs, step: int) -> bool:
-        """Records a step in memory, if nothing is lost by it."""
+        """Records a step in memory, in all processes or none, if nothing is lost by it."""
         run, plain = self.handler.run, (args.step, args.save_args, args.custom_metadata)
         if self._has_gap or any(each is not None for each in plain):
             return False
-        if not run.record_step(args.state, step, is_away=True):
-            return False
-        self._promise(step)
-        return True
+        is_recorded, wrong = False, None
+        try:
+            is_recorded = run.record_step(args.state, step, away_bytes=self._room_bytes)
+        except Exception as error:
+            wrong = error
+        told = self._together.agreed(
+            {"is_kept": is_recorded, "room_bytes": self._kept().most_bytes}, _by_all
+        )
+        self._room_bytes = told["room_bytes"]
+        if wrong is not None:
+            raise wrong
+        if told["is_kept"]:
+            self._promise(step)
+        elif is_recorded and (keeper := self._keeper) is not None:
+            keeper.take_back()
+        return told["is_kept"]
 
     def _promise(self, step: int) -> None:
         """Notes that a step is in memory for which ``save`` has answered True."""
@@ -253,19 +203,10 @@ class AdaCheckManager(ocp.CheckpointManager):
         if self._outage is not None:
             self._outage.tell(self._kept())
 
-    def _has_ended(self) -> bool:
-        """Waits for the save in flight, as long as there is patience; False if it goes on."""
-        outage, thread = self._outage, self._finalize_thread.get()
-        if thread is not None and thread.is_alive() and outage is not None:
-            threading.Thread.join(thread, outage.patience_s)  # without its error
-            if thread.is_alive():
-                outage.hang()
-                return False
-        self._join()
-        return True
-
-    def _join(self) -> bool:
+    def _join(self, why: str = "") -> bool:
         """Waits for the save in flight; False if storage refused it, and it is kept.
+
+        It has failed in process 0 if that gives a reason.
 
         Raises:
             Exception: it cannot be written again.
@@ -279,11 +220,11 @@ class AdaCheckManager(ocp.CheckpointManager):
                 raise
             self._fail(*flying, error)
             return False
+        if flying is not None and why:
+            self._fail(*flying, AdaCheckError(f"process 0: {why}"))
         if flying is not None and self._outage is not None:
-            report, was_away = self.handler.last_save, self._outage.is_away
+            report = self.handler.last_save
             self._outage.end(report.durable_s if report is not None else None)
-            if was_away:  # what a save that failed was to delete is forgotten otherwise
-                self.reload()
             if not self._kept().steps:
                 self._promised = -1
         return True
@@ -295,53 +236,82 @@ class AdaCheckManager(ocp.CheckpointManager):
             is_kept = keeper is not None and keeper.fail(step, error) and is_ours
         except AdaCheckError as wrong:
             is_kept, error = False, wrong
-        if is_kept and outage is not None:
+        self._is_stale = True  # what a save that failed was to delete is forgotten otherwise
+        told = self._together.agreed({"is_kept": is_kept, "room_bytes": 0}, _by_all)
+        if told["is_kept"] and outage is not None:
             outage.refuse(error)
             self._promise(step)
             return
-        lost = self._kept().deferred
+        if is_kept:
+            error = StorageError(f"{error} Another process cannot write it again.")
+        lost = [*(keeper.carried(step) if keeper is not None else ()), *self._kept().deferred]
         if keeper is not None:
             keeper.give_up(f"step {step}, which they follow, is not saved")
         if not lost:
             raise error
         kind = type(error) if isinstance(error, AdaCheckError) else StorageError
         raise kind(
-            f"{error} Not saved either, as they follow it: the recorded steps {shown_steps(lost)}."
+            f"{error} Step {step} is not saved, nor are the recorded steps {shown_steps(lost)}, "
+            "which were to be written with it or follow it."
         ) from error
 
+    def _call(self, step: int, save: Callable[[], bool], *, is_ours: bool) -> None:
+        """Calls Orbax's save."""
+        if self._outage is not None:
+            self._outage.begin()
+        self._in_flight = None
+        self._together.begin()
+        with self._inside():
+            if save():
+                self._in_flight = (step, is_ours)
+
     def _begins(self, step: int, save: Callable[[], bool], *, is_ours: bool) -> bool:
-        """Begins a save; False if storage refuses that, and nothing of it is kept."""
-        outage = self._outage
-        assert outage is not None
-        outage.begin()
+        """Begins a save; False if storage refuses that, and nothing of it is kept.
+
+        Raises:
+            Exception: it cannot be begun; of several processes the others may have begun it.
+        """
         try:
-            with self._inside():
-                done = save()
+            self._call(step, save, is_ours=is_ours)
         except Exception as error:
-            if not (is_ours and is_refusal(error)):
+            outage, keeper = self._outage, self._keeper
+            if not is_ours or not is_refusal(error) or outage is None or jax.process_count() > 1:
                 raise
             outage.refuse(error)
             outage.return_to_loop()
-            keeper = self._keeper
             if keeper is None or not keeper.fail(step, error):
                 return False
             self._promise(step)
             return True
-        self._in_flight = (step, is_ours) if done else None
-        return done
+        return self._in_flight is not None
 
-    def _writing(self, number: int) -> Callable[[], bool]:
+    def _next_write(self, *, until_s: float = 0.0) -> Report:
+        """What is written next, as process 0 sees it.
+
+        Its number, and if it is there already; None if storage does not tell.
+        """
+        kept, keeper, is_there = self._kept(), self._keeper, None
+        try:
+            is_there = keeper is not None and keeper.is_there()
+        except OSError as error:
+            if self._outage is not None:
+                self._outage.refuse(error)
+                self._outage.return_to_loop()
+        number = kept.next_number(in_portions=self._promised >= 0)
+        left_s = max(until_s - time.monotonic(), 0.0)
+        return {"number": number, "is_there": is_there, "left_s": left_s}
+
+    def _write(self, told: Report) -> None:
         """Writes again what was refused, or else what is recorded up to a step, as that step."""
-
-        def write() -> bool:
-            keeper = self._keeper
-            if keeper is not None and keeper.is_there():  # an error came after all was done
-                keeper.end()
-                self.reload()
-                return False
-            return super(AdaCheckManager, self).save(number, args=SaveArgs(KEPT), force=True)
-
-        return write
+        number, keeper = told["number"], self._keeper
+        if told["is_there"] and keeper is not None:  # an error came after all was done
+            keeper.end(number)
+            self.reload()
+            return
+        if told["is_there"] is None:
+            return
+        save = super().save
+        self._begins(number, lambda: save(number, args=SaveArgs(KEPT), force=True), is_ours=True)
 
     def _write_kept(self, *, until_s: float = 0.0) -> None:
         """Writes all that is in memory, and waits for it.
@@ -351,19 +321,19 @@ class AdaCheckManager(ocp.CheckpointManager):
         """
         self._join()
         is_told = False  # Orbax may tell of an earlier error when a save begins
-        while True:
-            kept, in_portions = self._kept(), self._promised >= 0
-            if (number := kept.next_number(in_portions=in_portions)) is None:
-                break
-            self._begins(number, self._writing(number), is_ours=True)
+        while (kept := self._kept()).next_number(in_portions=False) is not None:
+            if until_s:  # a manager may be closed by an error that one process alone has
+                self._meet_closing(kept)
+            told = self._together.decided(lambda: self._next_write(until_s=until_s))
+            self._write(told)
             has_begun = self._in_flight is not None
             if self._join() and self._kept().steps != kept.steps:
                 continue
             if not has_begun and not is_told:
                 is_told = True
                 continue
-            if time.monotonic() < until_s:
-                time.sleep(min(outages.RETRY_S, max(until_s - time.monotonic(), 0.0)))
+            if left_s := told["left_s"]:
+                time.sleep(min(outages.RETRY_S, left_s))
                 continue
             outage = self._outage
             error = outage.error if outage is not None else None
@@ -375,42 +345,18 @@ class AdaCheckManager(ocp.CheckpointManager):
             ) from error
         self._promised, self._has_gap = -1, False
 
-    @property
-    def _keeper(self) -> Keeper | None:
-        """The keeper of the steps in memory; None before the first, or if other managers save."""
-        with contextlib.suppress(ValueError):
-            if (saver := self.handler.run.saver) is not None:
-                return saver.kept
-        return None
+    def _meet_closing(self, kept: KeptSteps) -> None:
+        try:
+            self._together.agreed({"is_kept": True, "room_bytes": 0}, _by_all)
+        except AdaCheckError as error:
+            raise AdaCheckError(
+                f"{error} Steps that are not written: {shown_steps(kept.steps)}. They are lost."
+            ) from error
 
     def _kept(self) -> KeptSteps:
         """Steps in memory that are not on the disk."""
         keeper = self._keeper
         return KeptSteps(None, (), (), 1, None) if keeper is None else keeper.steps()
-
-    def _answers(self, step: int) -> bool:
-        """True if the disk answers: what the loop itself asks of it afterwards takes no time.
-
-        The loop asks nothing of an object store.
-        """
-        outage, place = self._outage, at(located(str(self.directory)))
-        if outage is None or not place.on_file_system:
-            return True
-        patience_s = 0.0
-        if (look := self._look) is None:
-            outage.begin()
-            patience_s = _LOOK_S if outage.is_away else outages.PATIENCE_S
-            look = self._look = _asked(lambda: (place / f"{step}").exists)
-        if not wait([look], patience_s).done:
-            outage.hang()
-            return False
-        self._look = None
-        if (error := look.exception()) is None:
-            return True
-        if not isinstance(error, OSError):
-            raise error
-        outage.refuse(error)
-        return False
 
     @contextlib.contextmanager
     def _inside(self) -> Iterator[None]:
@@ -435,11 +381,6 @@ class AdaCheckManager(ocp.CheckpointManager):
         if self._promised >= 0:
             self._write_kept()
 
-    def _finalize(self, *args: Any, **kwargs: Any) -> None:
-        super()._finalize(*args, **kwargs)
-        if (keeper := self._keeper) is not None:
-            keeper.end()
-
     def close(self) -> None:
         """Writes all recorded steps, and closes the manager as Orbax does.
 
@@ -449,21 +390,16 @@ class AdaCheckManager(ocp.CheckpointManager):
         """
         try:
             if self._outage is not None:
+                self._together.longest_s = outages.CLOSING_S
                 self._write_kept(until_s=time.monotonic() + outages.CLOSING_S)
         finally:
             self._outage, self._is_closed = None, True
             super().close()
 
 
-def _asked(look: Callable[[], bool]) -> Future[bool]:
-    """Looks in a thread that the process does not wait for."""
-    answer: Future[bool] = Future()
-
-    def ask() -> None:
-        try:
-            answer.set_result(look())
-        except BaseException as error:
-            answer.set_exception(error)
-
-    threading.Thread(target=ask, name="adacheck_look", daemon=True).start()
-    return answer
+def _by_all(reports: Sequence[Report]) -> Report:
+    """True if all processes keep a step; and the room that all of them have for steps."""
+    return {
+        "is_kept": all(each["is_kept"] for each in reports),
+        "room_bytes": min(each["room_bytes"] for each in reports),
+    }

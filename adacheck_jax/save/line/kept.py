@@ -13,18 +13,21 @@ import threading
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+import jax
+
 from adacheck_jax.errors import AdaCheckError
+from adacheck_jax.format import manifest_json
 from adacheck_jax.plan import situation
 from adacheck_jax.plan.save_plan import SavePlan
 from adacheck_jax.plan.situation import BackgroundFacts
 from adacheck_jax.proof.free_memory import free_bytes
-from adacheck_jax.save.attempt import Attempt
+from adacheck_jax.save.attempt import SHARES, Attempt, Report
 from adacheck_jax.save.line.deferred import DeferredSteps
 from adacheck_jax.save.line.notices import tell_given_up
 from adacheck_jax.save.line.parents import Parents
-from adacheck_jax.save.one_save import Save
-from adacheck_jax.state.snapshot import Structure
+from adacheck_jax.save.one_save import Committed, Save
 from adacheck_jax.store.steps import marks
+from adacheck_jax.store.storage.location import at
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,17 +64,15 @@ class KeptSteps:
 
     @property
     def most_bytes(self) -> int:
-        """Host memory that they may take while storage is away."""
-        return most_bytes(self.plan.structure, self.taken_bytes) if self.plan else 0
+        """Host memory that they may take in this process while storage is away.
 
-
-def most_bytes(structure: Structure, taken_bytes: int) -> int:
-    """Host memory that deferred steps may take while storage does not answer.
-
-    As much as a base takes, or a quarter of what would be free without them: the save that writes
-    them packs them, joins the packs and, in a store, makes files of them in memory.
-    """
-    return max(situation.most_bytes(structure), (free_bytes() + taken_bytes) // 4)
+        As much as a base takes, or a quarter of what would be free without them: the save that
+        writes them packs them, joins the packs and, in a store, makes files of them in memory.
+        """
+        if self.plan is None:
+            return 0
+        base_bytes = situation.most_bytes(self.plan.structure)
+        return max(base_bytes, (free_bytes() + self.taken_bytes) // 4)
 
 
 class Keeper:
@@ -124,12 +125,54 @@ class Keeper:
                     raise wrong from error
             return save.is_kept
 
-    def end(self) -> None:
-        """Notes that the last save has its name on the disk: nothing of it is kept any more."""
+    def carried(self, number: int) -> list[int]:
+        """Recorded steps of a save that failed behind its shares, whose error names them else."""
+        save = self._save
+        if save is None or save.number != number or save.agreed is None:
+            return []
+        return [each.step for each in save.steps[:-1]]
+
+    def end(self, number: int) -> None:
+        """Notes that a save has its name on the disk: nothing of it is kept any more."""
         with self._lock:
-            if (save := self._save) is not None and save.committed is not None:
+            save = self._save
+            if save is None or save.number != number:
+                return
+            if save.committed is not None or jax.process_index():  # process 0 alone commits
                 save.error = None
                 save.release()
+
+    def tell_others(self, number: int, error: BaseException) -> None:
+        """Tells the others that a save has failed before its share was written, if it has."""
+        save = self._save
+        if save is None or save.number != number or save.agreed is not None or save.error:
+            return
+        if (exchange := save.attempt.exchange) is not None:
+            exchange.fail(SHARES, error)
+
+    def committed(self) -> Report:
+        """The manifest of the step that process 0 has committed, for the others; in a store.
+
+        They would read it there when the next save begins, in the way of the training loop.
+        """
+        save = self._save
+        if save is None or save.committed is None or at(save.directory).on_file_system:
+            return {}
+        data, _ = manifest_json.encode(save.committed.manifest)
+        return {"number": save.number, "manifest": data.decode()}
+
+    def learn(self, told: Report) -> None:
+        """Learns what process 0 has committed."""
+        save = self._save
+        if save is None or save.committed is not None or save.number != told.get("number"):
+            return
+        manifest = manifest_json.decode(told["manifest"].encode(), where=f"{save.directory}")
+        save.committed = Committed(manifest, (), frozenset())
+
+    def take_back(self) -> None:
+        """Lets go of the step that was recorded last: another process could not record it."""
+        with self._lock:
+            self._deferred.cut(len(self._deferred) - 1)
 
     def is_there(self) -> bool:
         """True if the save that storage seemed to refuse is on the disk.

@@ -34,7 +34,6 @@ from adacheck_jax.proof.shadow import ShadowThread
 from adacheck_jax.save.background_bases import BackgroundBases
 from adacheck_jax.save.line import parents
 from adacheck_jax.save.line.deferred import DeferredSteps
-from adacheck_jax.save.line.kept import most_bytes
 from adacheck_jax.save.line.notices import Distrust, tell_given_up
 from adacheck_jax.save.line.parents import Parent, Parents, Tip
 from adacheck_jax.save.pending import Pending, told
@@ -142,24 +141,20 @@ class Planner:
         parent: Parent,
         step: int,
         again: Pending | None,
-        *,
-        is_away: bool,
+        away_bytes: int | None,
     ) -> Course | str:
         """Plans a step that stays in memory; or gives the reason why it has to be saved instead.
 
-        While storage ``is_away`` there may be more of them.
+        While storage is away they may take ``away_bytes``, if that is more than what they may take.
         """
         facts = self._situation(snapshot, parent.directory, step, None, parent, again, True)
-        planned = save_plan.plan_deferred(facts, self._options, is_away=is_away)
+        planned = save_plan.plan_deferred(facts, self._options, is_away=away_bytes is not None)
         if isinstance(planned, str):
             return planned
         structure = planned.structure
         own_bytes = situation.bytes_of(structure, planned.stored)
         taken_bytes = len(self.deferred) * own_bytes
-        may_take = situation.most_bytes(structure)
-        if is_away:
-            may_take = most_bytes(structure, taken_bytes)
-        if taken_bytes + own_bytes > may_take:
+        if taken_bytes + own_bytes > max(situation.most_bytes(structure), away_bytes or 0):
             return "the recorded steps fill the memory that they may take"
         return Course(planned, parent, self.deferred.tip_behind(parent))
 
@@ -402,7 +397,7 @@ class Planner:
         Gives the reason why the last one has to be saved instead; empty if it is what it should be.
         """
         try:
-            self.deferred.settle(verify=self.distrust.is_cautious)
+            self.deferred.settle(verify=self.distrust.is_cautious and jax.process_count() == 1)
         except AdaCheckError as error:
             # This one is left to a save, which sees the whole state.
             self.deferred.cut(len(self.deferred) - 1)

@@ -1,0 +1,110 @@
+"""What the processes of a manager do alike where process 0 alone sees what is to be done.
+
+A training loop calls ``save`` in all processes, and each call of :class:`Lockstep` is made by all
+of them in the same order: so a number names it. Process 0 decides and tells, and the others wait
+for that, 630 s at most (``processes.Patience``). What is told goes through the coordination
+service, as reports of shares do: one value written by process 0 and read by each of the others.
+"""
+
+# Threads: the training loop's; but for commit and fail, which Orbax's threads call about the save
+# in flight, whose exchange the loop's thread replaces once that save has ended.
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+import jax
+
+from adacheck_jax.adapter import processes
+from adacheck_jax.adapter.processes import ServiceExchange
+from adacheck_jax.errors import AdaCheckError
+from adacheck_jax.save.attempt import Report
+
+_COMMIT = "commit"
+
+
+class Lockstep:
+    """The processes that save into a directory together; a process alone needs no message.
+
+    Attributes:
+        longest_s: longest wait for another process; None for the usual one.
+    """
+
+    def __init__(self, directory: object) -> None:
+        self._directory, self._number = directory, 0
+        self._exchange: ServiceExchange | None = None
+        self._past: ServiceExchange | None = None
+        self.longest_s: float | None = None
+
+    def begin(self) -> None:
+        """Begins a save: what was told before has been heard by all, once all have begun it."""
+        self._past, self._number = self._exchange, 0
+        self._exchange = processes.exchange(f"{self._directory}: saves", is_save=False)
+
+    def forget(self) -> None:
+        """Deletes what was told before the save that all have begun."""
+        if self._past is not None:
+            self._past.forget()
+            self._past = None
+
+    def decided(self, decide: Callable[[], Report]) -> Report:
+        """Process 0's decision, in all processes.
+
+        Raises:
+            AdaCheckError: process 0 is gone, or raised it; it raises its own error.
+        """
+        topic, exchange = self._next()
+        if exchange is None:
+            return decide()
+        if jax.process_index():
+            return exchange.hear(topic)
+        try:
+            decision = decide()
+        except BaseException as error:
+            exchange.fail(topic, error, "go on")
+            raise
+        exchange.tell(topic, decision)
+        return decision
+
+    def agreed(self, own: Report, judge: Callable[[Sequence[Report]], Report]) -> Report:
+        """The answer to the reports of all processes.
+
+        Raises:
+            AdaCheckError: a process is gone, or reports nothing in time.
+        """
+        topic, exchange = self._next()
+        if exchange is None:
+            return judge([own])
+        try:
+            return exchange.agree(topic, own, judge)
+        except AdaCheckError as error:
+            exchange.fail(topic, error, "wait any longer")  # who comes later does not go on alone
+            raise
+
+    def commit(self, longest_s: float, committed: Callable[[], Report]) -> Report:
+        """Has the others wait until process 0 has committed the save in flight; what it tells.
+
+        Raises:
+            AdaCheckError: process 0 could not; it is a StorageError where storage refused it.
+        """
+        exchange = self._exchange
+        if exchange is not None and jax.process_index():
+            return exchange.within(longest_s).hear(_COMMIT)
+        told = committed()
+        if exchange is not None:
+            exchange.tell(_COMMIT, told)
+        return told
+
+    def fail(self, error: BaseException) -> None:
+        """Tells the others that process 0 could not commit the save in flight."""
+        if self._exchange is not None and not jax.process_index():
+            self._exchange.fail(_COMMIT, error, "commit the step")
+
+    def _next(self) -> tuple[str, ServiceExchange | None]:
+        if self._exchange is None:
+            self.begin()
+        self._number += 1
+        exchange = self._exchange
+        if exchange is not None and self.longest_s is not None:
+            exchange = exchange.within(self.longest_s)
+        return f"{self._number}", exchange

@@ -1,0 +1,60 @@
+"""A look at a disk that may never return, by another thread than the training loop's."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+from concurrent.futures import Future, wait
+
+from adacheck_jax.adapter.away import outage as outages
+from adacheck_jax.adapter.away.outage import Outage
+from adacheck_jax.store.storage.location import Location
+
+_LOOK_S = 0.5
+"""Longest wait for a look at storage while it is away."""
+
+
+class Look:
+    """Asks if storage answers; a look that hangs is asked for its answer by the next call."""
+
+    def __init__(self, place: Location, outage: Outage) -> None:
+        self._place, self._outage = place, outage
+        self._look: Future[bool] | None = None
+
+    def answers(self, step: int) -> bool:
+        """True if the disk answers: what the loop itself asks of it afterwards takes no time.
+
+        The loop asks nothing of an object store.
+        """
+        outage, place = self._outage, self._place
+        if not place.on_file_system:
+            return True
+        patience_s = 0.0
+        if (look := self._look) is None:
+            outage.begin()
+            patience_s = _LOOK_S if outage.is_away else outages.PATIENCE_S
+            look = self._look = _asked(lambda: (place / f"{step}").exists)
+        if not wait([look], patience_s).done:
+            outage.hang()
+            return False
+        self._look = None
+        if (error := look.exception()) is None:
+            return True
+        if not isinstance(error, OSError):
+            raise error
+        outage.refuse(error)
+        return False
+
+
+def _asked(look: Callable[[], bool]) -> Future[bool]:
+    """Looks in a thread that the process does not wait for."""
+    answer: Future[bool] = Future()
+
+    def ask() -> None:
+        try:
+            answer.set_result(look())
+        except BaseException as error:
+            answer.set_exception(error)
+
+    threading.Thread(target=ask, name="adacheck_look", daemon=True).start()
+    return answer

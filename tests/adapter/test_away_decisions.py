@@ -1,0 +1,75 @@
+"""What a manager does with a step while storage may be away, whatever it knows."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from adacheck_jax.adapter.away.deciding import Action, Flight, StorageFacts, decide
+
+FACTS = st.builds(
+    StorageFacts,
+    flight=st.sampled_from(Flight),
+    is_due=st.booleans(),
+    has_gap=st.booleans(),
+    is_ours=st.booleans(),
+    is_new=st.booleans(),
+    is_promised=st.booleans(),
+    has_refused=st.booleans(),
+    deferred=st.integers(0, 20),
+    portion=st.integers(1, 20),
+    answers=st.sampled_from([None, True, False]),
+)
+
+
+@given(FACTS)
+def test_a_step_is_saved_only_where_nothing_is_lost_by_it(facts):
+    action = decide(facts)
+    if facts.flight is Flight.FAILED:
+        assert action is Action.RESOLVE
+        return
+    if action in (Action.SAVE, Action.WRITE):
+        assert facts.answers is True
+        assert facts.flight is Flight.ENDED
+        assert facts.is_due
+        assert not facts.has_gap
+    if action is Action.SAVE:  # with all that is in memory, or nothing is
+        assert not facts.has_refused
+        assert not facts.is_promised or (facts.is_ours and facts.deferred < facts.portion)
+    if action is Action.WRITE:
+        assert facts.has_refused or facts.deferred
+    if action is Action.RECORD:
+        assert facts.is_ours
+        assert facts.is_new
+
+
+@given(FACTS)
+def test_storage_is_looked_at_once(facts):
+    if decide(facts) is not Action.LOOK:
+        return
+    assert facts.answers is None
+    for answers in (True, False):
+        found = decide(dataclasses.replace(facts, answers=answers))
+        assert found not in (Action.LOOK, Action.RESOLVE)
+        if not answers:
+            assert found in (Action.RECORD, Action.WAIT)
+
+
+@pytest.mark.parametrize("is_ours", [True, False])
+def test_a_save_in_regular_time_is_a_save(is_ours):
+    facts = StorageFacts(
+        flight=Flight.ENDED,
+        is_due=True,
+        has_gap=False,
+        is_ours=is_ours,
+        is_new=True,
+        is_promised=False,
+        has_refused=False,
+        deferred=0,
+        portion=2,
+        answers=True,
+    )
+    assert decide(facts) is Action.SAVE
