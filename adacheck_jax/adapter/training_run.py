@@ -160,15 +160,21 @@ class TrainingRun:
         self._process.enter()
         final, begin_s = roots.committed_path(directory), self._clock()
         exchange = processes.exchange(final)  # before anything is refused in one process alone
-        with _told(exchange):
-            directories.check_writable(directory)
-            if args.state is KEPT:
+        try:
+            with _told(exchange):
+                directories.check_writable(directory)
+                if args.state is not KEPT:
+                    return self._begin(final, place, args, exchange, begin_s)
                 found = place()
                 saver = self._saver_of(found)
                 with storage_named(final):
                     save = saver.begin_kept(final, found.step, exchange)
                 return Begun(found.line, save, begin_s), self._described or SaveArgs()
-            return self._begin(final, place, args, exchange, begin_s)
+        except BaseException:
+            with contextlib.suppress(ValueError):
+                if (saver := self.saver) is not None:
+                    saver.skip()
+            raise
 
     def _begin(
         self,

@@ -8,7 +8,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from adacheck_jax.adapter import directories
 from adacheck_jax.adapter.away.deciding import Action, Flight, StorageFacts, decide
+from adacheck_jax.adapter.away.looking import Look
+from adacheck_jax.adapter.away.outage import Outage
+from adacheck_jax.store.storage.location import at
 
 FACTS = st.builds(
     StorageFacts,
@@ -73,3 +77,13 @@ def test_a_save_in_regular_time_is_a_save(is_ours):
         answers=True,
     )
     assert decide(facts) is Action.SAVE
+
+
+def test_a_disk_that_is_read_only_does_not_answer(tmp_path, monkeypatch):
+    outage = Outage()
+    look = Look(at(tmp_path), outage)
+    assert look.answers(3)
+    monkeypatch.setattr(directories, "_why_unwritable", lambda _: "it is read-only")
+    assert not look.answers(3)
+    assert outage.is_away
+    assert "read-only" in str(outage.error)

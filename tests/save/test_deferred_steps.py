@@ -17,6 +17,7 @@ import pytest
 from typer.testing import CliRunner
 
 import adacheck_jax as adacheck
+from adacheck_jax.adapter import directories
 from adacheck_jax.cli.main import app
 from adacheck_jax.device import transfer
 from adacheck_jax.errors import IntegrityError, LineageError, StorageError
@@ -451,6 +452,7 @@ def test_a_step_that_cannot_be_looked_at_loses_nothing_in_silence(tmp_path, monk
             except adacheck.AdaCheckError as error:
                 told.append(str(error))
                 lost |= {*range(3, step + 1)}  # the later it is found, the more follow it
+            handler.run.saver._stager.finish()  # so that it is found before the next step
         for step in (7, 8):
             states[step] = support.host_copy(run.advance())
             manager.save(step, args=adacheck.SaveArgs(run.state), force=True)
@@ -786,3 +788,53 @@ def test_a_typed_key_keeps_no_step_from_being_recorded(tmp_path):
                 assert manager.save(step, args=adacheck.SaveArgs(state))
             else:
                 assert manager.handler.record_step(state, step)
+
+
+def test_no_step_is_recorded_behind_a_save_that_was_refused(tmp_path, monkeypatch):
+    """Of several processes none would see that it is two updates from the last."""
+    monkeypatch.setattr(transfer, "are_ready", lambda _: False)
+    run, states = support.dict_run(one_device()), {}
+    handler = adacheck.AdaCheckHandler(run.recorder)
+    with support.manager_of(tmp_path, handler) as manager:
+        manager.save(1, args=adacheck.SaveArgs(run.advance()))
+        manager.wait_until_finished()
+        with monkeypatch.context() as patch:
+            patch.setattr(directories, "_why_unwritable", lambda _: "it is read-only")
+            with pytest.raises(StorageError, match="read-only"):
+                manager.save(2, args=adacheck.SaveArgs(run.advance()))
+        manager.reload()
+        assert not handler.record_step(run.advance(), 3)
+        for step in (3, 4, 5):
+            states[step] = support.host_copy(run.state)
+            if step == 3 or not handler.record_step(run.state, step):
+                manager.save(step, args=adacheck.SaveArgs(run.state), force=True)
+                manager.wait_until_finished()
+            run.advance()
+        manager.save(6, args=adacheck.SaveArgs(run.state), force=True)
+    assert recorded_in(tmp_path, 6) == [4, 5]
+    assert_all_restorable(tmp_path, states, [3, 6], support.abstract(run.state))
+
+
+def test_copies_of_what_separate_update_returned_are_saved_and_not_recorded(tmp_path):
+    recorder = adacheck.Recorder(optax.contrib.muon(1e-2))
+    update = adacheck.separate_update(recorder)
+    params = {"w": jnp.linspace(-1.0, 1.0, 72 * 64).reshape(64, 72)}
+    state, states = {"params": params, "opt": recorder.init(params)}, {}
+    handler = adacheck.AdaCheckHandler(recorder)
+    with support.manager_of(tmp_path, handler) as manager:
+        for step in range(4):
+            grads = jax.tree.map(jnp.sin, state["params"])
+            new, opt = update(grads, state["opt"], state["params"])
+            state = {"params": new, "opt": opt}
+            copied = jax.device_get(state)
+            states[step] = support.host_copy(copied)
+            if not (step and handler.record_step(copied, step)):
+                manager.save(step, args=adacheck.SaveArgs(copied), force=True)
+                manager.wait_until_finished()
+        manager.save(4, args=adacheck.SaveArgs(copied), force=True)
+    holders = sorted(each.step for each in roots.steps_of(tmp_path))
+    assert 1 in holders, "it was not recorded: nothing but a save sees the whole state"
+    for step, expected in states.items():
+        holder = min(each for each in holders if each >= step)
+        found, _ = restored(tmp_path, holder, state, step=step)
+        support.assert_same_bits(found, expected)

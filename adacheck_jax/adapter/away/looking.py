@@ -6,9 +6,11 @@ import threading
 from collections.abc import Callable
 from concurrent.futures import Future, wait
 
+from adacheck_jax.adapter import directories
 from adacheck_jax.adapter.away import outage as outages
 from adacheck_jax.adapter.away.outage import Outage
-from adacheck_jax.store.storage.location import Location
+from adacheck_jax.save.one_save import is_refusal
+from adacheck_jax.store.storage.location import Location, located
 
 _LOOK_S = 0.5
 """Longest wait for a look at storage while it is away."""
@@ -19,7 +21,7 @@ class Look:
 
     def __init__(self, place: Location, outage: Outage) -> None:
         self._place, self._outage = place, outage
-        self._look: Future[bool] | None = None
+        self._look: Future[None] | None = None
 
     def answers(self, step: int) -> bool:
         """True if the disk answers: what the loop itself asks of it afterwards takes no time.
@@ -33,22 +35,28 @@ class Look:
         if (look := self._look) is None:
             outage.begin()
             patience_s = _LOOK_S if outage.is_away else outages.PATIENCE_S
-            look = self._look = _asked(lambda: (place / f"{step}").exists)
+            look = self._look = _asked(lambda: _look_at(place / f"{step}"))
         if not wait([look], patience_s).done:
             outage.hang()
             return False
         self._look = None
         if (error := look.exception()) is None:
             return True
-        if not isinstance(error, OSError):
+        if not (isinstance(error, Exception) and is_refusal(error)):
             raise error
         outage.refuse(error)
         return False
 
 
-def _asked(look: Callable[[], bool]) -> Future[bool]:
+def _look_at(step: Location) -> None:
+    """Looks if a step is there, and if it could be made: a disk may be mounted read-only."""
+    _ = step.exists
+    directories.check_writable(located(str(step)))
+
+
+def _asked(look: Callable[[], None]) -> Future[None]:
     """Looks in a thread that the process does not wait for."""
-    answer: Future[bool] = Future()
+    answer: Future[None] = Future()
 
     def ask() -> None:
         try:

@@ -120,6 +120,10 @@ class Notices:
         self.note_step(step)
         self._missed = (step, why)
 
+    def forget_missed(self) -> None:
+        """Notes that a save of that step was asked for, and refused with an error."""
+        self._missed = None
+
 
 def tell_given_up(steps: Collection[int], why: str) -> None:
     """Warns of deferred steps that will not be saved."""

@@ -152,6 +152,9 @@ class Planner:
         if isinstance(planned, str):
             return planned
         structure = planned.structure
+        given = (snapshot.arrays[i] for i in structure.computed)
+        if planned.update.engine == "identity" and not all(isinstance(x, jax.Array) for x in given):
+            return "copies are not the arrays that separate_update returned; a save compares them"
         own_bytes = situation.bytes_of(structure, planned.stored)
         taken_bytes = len(self.deferred) * own_bytes
         if taken_bytes + own_bytes > max(situation.most_bytes(structure), away_bytes or 0):
