@@ -224,8 +224,13 @@ def expm1(exponent: Floats) -> Floats:
     return result
 
 
+_FLAT = 1e-290
+"""A growth below which all powers are 1; numbers near the smallest have few digits."""
+
+
 def power_sum(exponent: Floats, count: Ints) -> Floats:
     """Sum of ``e**(exponent * k)`` over k from 1 to ``count``."""
     ratio = expm1(exponent)
-    total = (1 + ratio) * expm1(exponent * count) / np.where(ratio == 0, 1.0, ratio)
-    return np.where(ratio == 0, count, total)
+    is_flat = np.abs(ratio) < _FLAT
+    total = (1 + ratio) * expm1(exponent * count) / np.where(is_flat, 1.0, ratio)
+    return np.where(is_flat, count, total)
