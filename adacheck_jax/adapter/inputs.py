@@ -32,8 +32,11 @@ def step_number(
     Raises:
         ValueError: it is not an integer, or negative, or needs more than 63 bits.
     """
-    if step is None:
-        return None
+    return None if step is None else expected_step(step, remedy)
+
+
+def expected_step(step: Any, remedy: str) -> int:
+    """As :func:`step_number`, of a step that has to be given."""
     try:
         number = None if isinstance(step, bool | np.bool_) else operator.index(step)
     except TypeError:

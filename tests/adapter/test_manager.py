@@ -315,7 +315,7 @@ class TestWhatAManagerIsGiven:
             notes = ocp.args.Composite(notes=ocp.args.JsonRestore())
             assert manager.restore(1, args=notes)["notes"] == {"epoch": 1}
 
-    @pytest.mark.parametrize("step", ["2", -1, 1.5, True])
+    @pytest.mark.parametrize("step", ["2", -1, 1.5, True, None])
     def test_what_is_no_step_number(self, tmp_path, step):
         run = dict_run(mesh_of((1, 1)))
         with adacheck.checkpoint_manager(tmp_path, run.recorder) as manager:

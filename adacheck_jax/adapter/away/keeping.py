@@ -31,7 +31,7 @@ from adacheck_jax.adapter.away.deciding import Action, Flight, StorageFacts, dec
 from adacheck_jax.adapter.away.ending import EndingManager
 from adacheck_jax.adapter.away.looking import Look
 from adacheck_jax.adapter.handler import AdaCheckHandler
-from adacheck_jax.adapter.inputs import step_number
+from adacheck_jax.adapter.inputs import expected_step
 from adacheck_jax.errors import AdaCheckError, StorageError, first_line
 from adacheck_jax.save.attempt import Report
 from adacheck_jax.save.line.kept import KeptSteps
@@ -79,7 +79,7 @@ class AdaCheckManager(EndingManager):
                 earlier one that cannot be written again. The message names the steps that are in
                 memory, and those that are lost.
         """
-        step = step_number(step, "give save the number of the step") or 0
+        step = expected_step(step, "give save the number of the step")
         expect_args(args, SaveArgs, self._item)
         if self._is_closed:
             raise AdaCheckError(
@@ -119,7 +119,7 @@ class AdaCheckManager(EndingManager):
         return self._in_flight is not None
 
     def _decided(self, step: int, *, is_ours: bool) -> tuple[Action, Report]:
-        """What all processes do with a step, and what goes with that."""
+        """The action of all processes on a step, and what goes with that."""
         while True:
             told = self._together.decided(lambda: self._decision(step, is_ours=is_ours))
             action = Action(told["action"])
@@ -131,7 +131,7 @@ class AdaCheckManager(EndingManager):
                 return action, told
 
     def _decision(self, step: int, *, is_ours: bool) -> Report:
-        """What is done with a step, as process 0 sees it."""
+        """The action on a step, as process 0 sees it."""
         outage, flight = self._outage, self._flown()
         assert outage is not None
         if flight is Flight.ENDED:
@@ -286,7 +286,7 @@ class AdaCheckManager(EndingManager):
         return self._in_flight is not None
 
     def _next_write(self, *, until_s: float = 0.0) -> Report:
-        """What is written next, as process 0 sees it.
+        """The next write, as process 0 sees it.
 
         Its number, and if it is there already; None if storage does not tell.
         """
