@@ -95,7 +95,6 @@ def simulated_waste(
         runs.stored = np.where(trains, np.maximum(stored, runs.stored), runs.stored)
         # What failed before it trained finds in memory what it found before.
         newest = np.where(trains, np.maximum(done - late, runs.start), runs.start)
-        # What failed before it trained finds in memory what it found before.
         is_newer = trains & ~is_lost & (newest > runs.stored)
         goes_back = is_lost | (trains & ~is_newer)  # to the step that storage has
         runs.start = np.where(goes_back, runs.stored, newest)

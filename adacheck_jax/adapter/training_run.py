@@ -173,7 +173,7 @@ class TrainingRun:
         except BaseException:
             with contextlib.suppress(ValueError):
                 if (saver := self.saver) is not None:
-                    saver.skip()
+                    saver.note_gap()
             raise
 
     def _begin(

@@ -88,7 +88,7 @@ class Saver:
         self._shadow = ShadowThread(0 if host is None else host.bytes, place, peers)
         self._bases, self._taken = BackgroundBases(self._shadow), None
         self._planner = Planner(recorders, options, self._schedule, self._bases, self._shadow)
-        self._notices, self._skips = Notices(), False
+        self._notices, self._has_gap = Notices(), False
         # A step may be restored, to look at it, while another thread saves the next one.
         self._lock = threading.Lock()
         self.kept = Keeper(self._planner.parents, self._planner.deferred, self._lock)
@@ -241,7 +241,7 @@ class Saver:
                 _log.info("%s", chosen)
             self._note_position()
             self._watch.leave_saved(is_base=save.is_base, deltas=len(save.steps))
-            self._skips = False
+            self._has_gap = False
             return save
 
     def _begin(
@@ -377,13 +377,13 @@ class Saver:
         if self._bases.take(own.proof, copies.staged, saved.directory, exchange, sums):
             self._taken = saved
 
-    def skip(self) -> None:
+    def note_gap(self) -> None:
         """Notes that a step is not saved, since its save could not begin: no other follows it.
 
         Several processes do not look at counters when a step is recorded.
         """
         with self._lock:
-            self._skips = True
+            self._has_gap = True
             self._notices.forget_missed()
 
     def returns(self) -> None:
@@ -440,7 +440,7 @@ class Saver:
         if not len(deferred):
             deferred.restart(parent)
         snapshot = planner.snapshots.take(state)
-        if self._skips and away_bytes is None:  # else it is the step of that save
+        if self._has_gap and away_bytes is None:  # else it is the step of that save
             return "the save of a step before was refused"
         course = planner.plan_deferred(snapshot, parent, number, again, away_bytes)
         if isinstance(course, str):
@@ -462,7 +462,7 @@ class Saver:
         tip = Tip(number, depth, own, copies.kept, witness)
         deferred.add(tip, own, drains=snapshot.structure.on_accelerator)
         self._watch.leave_deferred()
-        self._skips = False
+        self._has_gap = False
         return planner.settle_last_deferred() if waits else ""
 
     def close(self) -> None:

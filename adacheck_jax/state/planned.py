@@ -21,7 +21,7 @@ from adacheck_jax.device.sharding import Layout
 from adacheck_jax.format.boxes import Box, cuts_of
 from adacheck_jax.state.snapshot import Structure, leaves_of
 from adacheck_jax.update.binding import Binding
-from adacheck_jax.update.elements.sample_sites import Sites
+from adacheck_jax.update.elements.sample_sites import Sites, common
 
 
 def sharding_of(leaf: Any) -> Any:
@@ -114,7 +114,7 @@ class PlannedSites(Sites):
         uncovered = set[int]()
         for shape, members in by_shape.items():
             kinds = [*{id(held[i]): held[i] for i in members}.values()]
-            sites = {_common([x[d] for x in kinds if d in x], shape) for d in everywhere}
+            sites = {common([x.get(d) for x in kinds], shape) for d in everywhere}
             found = [x for x in sites if x is not None]
             is_even = len(found) == len(sites) and len({x.shape for x in found}) == 1
             if not is_even or sum(x.size for x in found) < math.prod(shape):
@@ -129,14 +129,6 @@ class PlannedSites(Sites):
 
 def _boxes_of(array: PlannedArray) -> Mapping[Any, Box]:
     return {} if array.sharding is None else sharding.boxes_by_device(array.sharding, array.shape)
-
-
-def _common(boxes: Sequence[Box], shape: tuple[int, ...]) -> Box | None:
-    """The intersection of some boxes of an array; None if it is empty."""
-    common: Box | None = Box.full(shape)
-    for box in boxes:
-        common = common and common.intersect(box)
-    return common
 
 
 def structure_of(

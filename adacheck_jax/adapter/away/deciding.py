@@ -1,4 +1,4 @@
-"""What a manager does with a step while storage may be away: a pure function of what it knows."""
+"""A manager's action on a step while storage may be away: a pure function of its facts."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ class Flight(enum.Enum):
 
 
 class Action(enum.Enum):
-    """What is done with a step, by all processes alike."""
+    """Action on a step, of all processes alike."""
 
     RESOLVE = "resolve"
     """All learn if what failed is kept, and it is decided again."""
@@ -61,7 +61,7 @@ class StorageFacts:
 
 
 def decide(facts: StorageFacts) -> Action:
-    """What is to be done with a step."""
+    """The action on a step."""
     if facts.flight is Flight.FAILED:
         return Action.RESOLVE
     is_tried = facts.flight is Flight.ENDED and facts.is_due and not facts.has_gap

@@ -1,4 +1,4 @@
-"""What the processes of a manager do alike where process 0 alone sees what is to be done.
+"""Processes of a manager that do alike, as process 0 decides.
 
 A training loop calls ``save`` in all processes, and each call of :class:`Lockstep` is made by all
 of them in the same order: so a number names it. Process 0 decides and tells, and the others wait
