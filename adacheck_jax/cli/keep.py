@@ -67,8 +67,8 @@ def _result(step: StepReport) -> str:
 
 def _verdict(report: RootReport) -> str:
     total = len(report.steps)
-    if report.deleted and not total:
-        return "No step was left to verify."
+    if not total:
+        return "No step was left to verify." if report.deleted else "No step has been saved yet."
     steps = counted(total, "step")
     found = f"{report.damaged_count} of {steps} damaged"
     replayed = sum("replay" in step.checked for step in report.steps)
@@ -88,7 +88,8 @@ def _tell_not_looked_at(parts: tuple[str, ...]) -> None:
 def _verified(report: RootReport) -> int:
     if report.damaged_count:
         return 1
-    return 2 if any(each.not_checked for each in report.steps) else 0
+    is_unchecked = any(each.not_checked for each in report.steps)
+    return 2 if is_unchecked or not (report.steps or report.deleted) else 0
 
 
 @command(_GROUP, _show_verification, _verified, has_steps=True)
@@ -114,7 +115,8 @@ def verify(
     that every file and every chunk of an array is there. --read-data checks the checksum of every
     chunk, and of what is stored whole the fingerprint. --replay restores each step on one device.
 
-    Exit code 1 if there is damage, 2 if a step cannot be recomputed on this machine.
+    Exit code 1 if there is damage, 2 if a step cannot be recomputed on this machine, or there is
+    none.
 
     With --json: the fields of adacheck_jax.tools.audit.RootReport.
     """

@@ -89,6 +89,15 @@ def test_wrong_inputs_are_told_in_one_line_and_exit_with_2(root, words, expected
     assert sorted(path for path in root.rglob("*")) == before
 
 
+def test_verify_of_an_interrupted_first_save_says_that_no_step_is_there(tmp_path):
+    (tmp_path / "0.orbax-checkpoint-tmp-1" / "default").mkdir(parents=True)
+    ended = invoked("verify", tmp_path)
+    assert ended.exit_code == 2
+    assert "left by an interrupted save" in ended.output
+    assert "No step has been saved yet." in ended.output
+    assert "verified" not in ended.output
+
+
 @pytest.mark.parametrize("name", COMMANDS)
 def test_the_help_of_each_command_has_an_example_and_says_what_json_holds(name):
     shown = invoked(name, "--help").output
