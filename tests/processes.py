@@ -81,7 +81,9 @@ def _run(program: str, arguments: list[str], environment: dict[str, str], output
         atexit._run_exitfuncs()
 
 
-def forked(program: str, *arguments: Any, environment: Mapping[str, str] = os.environ) -> Child:
+def forked(
+    program: str | Path, *arguments: Any, environment: Mapping[str, str] = os.environ
+) -> Child:
     """Starts a process that runs a module, or a script.
 
     Args:
@@ -90,7 +92,7 @@ def forked(program: str, *arguments: Any, environment: Mapping[str, str] = os.en
         environment: of the process; JAX reads some of it as it is imported, which was before.
     """
     output = Path(tempfile.mkstemp(prefix=f"{Path(program).name}.", suffix=".txt")[1])
-    given = (program, [*map(str, arguments)], dict(environment), output)
+    given = (str(program), [*map(str, arguments)], dict(environment), output)
     process = _FORKS.Process(target=_run, args=given)
     process.start()
     return Child(process, output)

@@ -61,7 +61,8 @@ RECORDED = f"""{STATE}
     def state():
         recorder, params = adacheck_jax.Recorder(optax.adam(0.1)), leaf(250)
         optimizer = jax.eval_shape(recorder.init, params)
-        return {{"params": params, "opt": jax.tree.map(lambda x: leaf(*x.shape), optimizer)}}, recorder
+        optimizer = jax.tree.map(lambda x: leaf(*x.shape), optimizer)
+        return {{"params": params, "opt": optimizer}}, recorder
 """
 
 
