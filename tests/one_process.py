@@ -62,6 +62,7 @@ if own.processes > 1:
 import numpy as np  # noqa: E402
 from jax._src import compilation_cache, compiler  # noqa: E402
 from jax.experimental import multihost_utils  # noqa: E402
+from jax.sharding import PartitionSpec  # noqa: E402
 
 
 def _keep(key: str, seconds: float, name: str, backend: Any, program: Any, calls: Any) -> None:
@@ -75,6 +76,17 @@ compiler._cache_write = _keep
 
 def write(state: object, name: str) -> None:
     """Writes the whole state to OUT-NAME.npz; all processes call it."""
-    whole = multihost_utils.process_allgather(state, tiled=True)
+    leaves = jax.tree.leaves(state)
+    cut = [n for n, x in enumerate(leaves) if not getattr(x, "is_fully_addressable", True)]
+    whole = [leaves[n].sharding.update(spec=PartitionSpec()) for n in cut]
+    # One program for all of them: to compile one a leaf takes longer than what most runs do.
+    gathered = jax.jit(_same, out_shardings=whole)([leaves[n] for n in cut]) if cut else []
+    found = dict(zip(cut, (np.asarray(x) for x in gathered), strict=True))
+    for n in {*range(len(leaves))} - {*cut}:
+        found[n] = np.asarray(multihost_utils.process_allgather(leaves[n], tiled=True))
     if jax.process_index() == 0:
-        np.savez(f"{own.out}-{name}.npz", *map(np.asarray, jax.tree.leaves(whole)))
+        np.savez(f"{own.out}-{name}.npz", *(found[n] for n in range(len(leaves))))
+
+
+def _same(arrays: list[jax.Array]) -> list[jax.Array]:
+    return arrays

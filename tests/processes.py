@@ -27,9 +27,7 @@ ROOT = Path(__file__).parents[1]
 WORKER = "tests.end_to_end.multiprocess_worker"
 
 _FORKS = multiprocessing.get_context("forkserver")
-_FORKS.set_forkserver_preload(
-    ["orbax.checkpoint.v1", "adacheck_jax.device.loops.xla_handler", "tests.support"]
-)
+_FORKS.set_forkserver_preload(["tests.preloaded"])
 
 
 @dataclass(frozen=True)
@@ -60,6 +58,7 @@ class Child:
 
 def _run(program: str, arguments: list[str], environment: dict[str, str], output: Path) -> None:
     """Runs a module, or a script, in this process as Python would in a new one."""
+    assert "tests.preloaded" in sys.modules, "nothing is imported before the fork"
     gc.freeze()  # what was imported stays
     gc.set_threshold(20_000, 10, 50)
     os.chdir(ROOT)
@@ -82,7 +81,9 @@ def _run(program: str, arguments: list[str], environment: dict[str, str], output
         atexit._run_exitfuncs()
 
 
-def forked(program: str, *arguments: Any, environment: Mapping[str, str] = os.environ) -> Child:
+def forked(
+    program: str | Path, *arguments: Any, environment: Mapping[str, str] = os.environ
+) -> Child:
     """Starts a process that runs a module, or a script.
 
     Args:
@@ -91,7 +92,7 @@ def forked(program: str, *arguments: Any, environment: Mapping[str, str] = os.en
         environment: of the process; JAX reads some of it as it is imported, which was before.
     """
     output = Path(tempfile.mkstemp(prefix=f"{Path(program).name}.", suffix=".txt")[1])
-    given = (program, [*map(str, arguments)], dict(environment), output)
+    given = (str(program), [*map(str, arguments)], dict(environment), output)
     process = _FORKS.Process(target=_run, args=given)
     process.start()
     return Child(process, output)

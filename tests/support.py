@@ -45,22 +45,15 @@ def mesh_of(shape: tuple[int, ...], axis_type: AxisType = AxisType.Auto) -> jax.
 
 
 def initial_params() -> dict[str, Any]:
-    return jax.tree.map(jnp.array, _params_on_host())
-
-
-@functools.cache
-def _params_on_host() -> dict[str, Any]:
-    return jax.tree.map(np.array, _random_params())
-
-
-def _random_params() -> dict[str, Any]:
-    keys = jax.random.split(jax.random.key(7), 2)
+    rng = np.random.default_rng(7)  # nothing to compile
+    shapes = {"in": (WIDTH, 2 * WIDTH), "out": (2 * WIDTH, WIDTH)}
+    kernels = {
+        name: jnp.asarray(0.2 * rng.standard_normal(shape, np.float32))
+        for name, shape in shapes.items()
+    }
     return {
-        "in": {
-            "kernel": jax.random.normal(keys[0], (WIDTH, 2 * WIDTH)) * 0.2,
-            "bias": jnp.zeros(2 * WIDTH),
-        },
-        "out": {"kernel": jax.random.normal(keys[1], (2 * WIDTH, WIDTH)) * 0.2},
+        "in": {"kernel": kernels["in"], "bias": jnp.zeros(2 * WIDTH)},
+        "out": {"kernel": kernels["out"]},
         "scale": jnp.ones(()),
     }
 

@@ -1,11 +1,13 @@
 """The benchmarks run, and say what they measured; nothing here looks at how long anything took."""
 
 import json
+import os
 
 import pytest
 
 from benchmarks import accelerator, many_leaves
 from benchmarks.speed import child, report, ways
+from tests import processes
 
 ABOUT = {"command": "python -m benchmarks", "cores": 2, "machine": "x", "versions": {"jax": "1"}}
 COST = {
@@ -106,7 +108,17 @@ def test_a_report_tells_everything_that_was_measured(saves, tmp_path):
 
 
 @pytest.mark.slow
-def test_states_of_many_leaves_are_measured_beside_stock_orbax():
+def test_states_of_many_leaves_are_measured_beside_stock_orbax(monkeypatch):
+    """In forks: each of seven new processes would import JAX."""
+    environment = {**os.environ, "XLA_FLAGS": "--xla_force_host_platform_device_count=1"}
+
+    def measured(module, **arguments):
+        given = (module, json.dumps(arguments))
+        run = processes.forked("benchmarks.speed.child", *given, environment=environment)
+        (said,) = processes.outputs([run])
+        return json.loads(next(line for line in said.splitlines() if line.startswith("[")))
+
+    monkeypatch.setattr(child, "measure", measured)
     rows = many_leaves.measured(6)
     assert len(rows) == 10
     assert all(

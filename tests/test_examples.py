@@ -5,8 +5,6 @@ from __future__ import annotations
 import json
 import os
 import re
-import subprocess
-import sys
 
 import pytest
 
@@ -25,7 +23,7 @@ for path, root, runs in json.loads(sys.argv[1]):
     for run in runs:
         sys.argv = [path, "--root", root, *run.split()]
         runpy.run_path(path, run_name="__main__")
-        print("END OF A RUN")
+        print("END OF A RUN", flush=True)
 """
 
 RUNS = {
@@ -73,13 +71,10 @@ def test_every_example_is_run():
 def test_examples_run_and_resume_in_one_process(names, tmp_path):
     """What they import and compile takes longer than what they do."""
     runs = [(str(EXAMPLES / f"{name}.py"), str(tmp_path / name), RUNS[name]) for name in names]
-    command = [sys.executable, "-c", IN_ONE_PROCESS, json.dumps(runs)]
-    ended = subprocess.run(
-        command, capture_output=True, text=True, env=environment(), timeout=250, check=False
-    )
-    assert ended.returncode == 0, f"{ended.stdout}{ended.stderr}"
-    *said, rest = ended.stdout.split("END OF A RUN")
-    assert not rest.strip()
+    program = tmp_path / "runs.py"
+    program.write_text(IN_ONE_PROCESS)
+    run = processes.forked(program, json.dumps(runs), environment=environment())
+    *said, _ = processes.outputs([run])[0].split("END OF A RUN")
     for name, first, second in zip(names, said[::2], said[1::2], strict=True):
         if name != "observe":  # which prints its metrics alone
             assert "resuming after step" not in first, name

@@ -3,7 +3,7 @@
     python -m tests.campaigns.copies --count 10
 
 A root of steps goes into an S3 server on this machine, and from there to a disk. Each trial kills
-the copy up to four times with SIGKILL, and lets the last call end. Requests are counted by a proxy
+the copy some times with SIGKILL, and lets the last call end. Requests are counted by a proxy
 before the server. Then the copy has to have every file of the original, and each step to verify.
 """
 
@@ -28,8 +28,8 @@ from adacheck_jax.tools import audit
 from tests import object_stores, support
 from tests.campaigns import command
 
-STEPS, KILLS, DELAY_S = 6, 4, 0.02
-"""Steps of the run; kills of a copy; pause of the server before each answer."""
+STEPS, DELAY_S = 6, 0.02
+"""Steps of the run; pause of the server before each answer."""
 WAYS = ("disk to S3", "S3 to disk")
 
 
@@ -61,11 +61,12 @@ def saved(root: Path, mb: float) -> None:
             manager.save(step, args=adacheck.SaveArgs({"w": state}))
 
 
-def trials(count: int, mb: float, seed: int, directory: Path) -> Iterator[Trial]:
+def trials(count: int, kills: int, mb: float, seed: int, directory: Path) -> Iterator[Trial]:
     """Trials in both directions, by turns.
 
     Args:
         count: number of trials in each direction.
+        kills: number of times that a copy is killed.
         mb: megabytes of a state.
         seed: seed of the moments of the kills.
         directory: an empty directory.
@@ -82,10 +83,11 @@ def trials(count: int, mb: float, seed: int, directory: Path) -> Iterator[Trial]
             if way == WAYS[1]:
                 source, place = whole, str(directory / f"{number}")
             object_stores.taken(url, DELAY_S)
-            moments = (rng.uniform(0.5 * shortest_s, 0.8 * longest_s) for _ in range(KILLS))
-            kills = sum(_killed(source, place, after_s) for after_s in sorted(moments))
+            moments = (rng.uniform(0.5 * shortest_s, 0.8 * longest_s) for _ in range(kills))
+            killed = sum(_killed(source, place, after_s) for after_s in sorted(moments))
             code = _copy(source, place).wait()
-            yield _judged(way, kills, root, located(place), code, object_stores.taken(url, DELAY_S))
+            requests = object_stores.taken(url, DELAY_S)
+            yield _judged(way, killed, root, located(place), code, requests)
 
 
 def _copy(source: object, place: str) -> subprocess.Popen[bytes]:
@@ -162,12 +164,14 @@ def main() -> int:
     """Runs the campaign, and prints its table."""
     parser = command.parser(__doc__, count=10, seed=0, minutes=6.0, directory=None)
     parser.add_argument("--mb", type=float, default=8.0, help="megabytes of a state")
+    parser.add_argument("--kills", type=int, default=4, help="kills of a copy")
     arguments = parser.parse_args()
     found: list[Trial] = []
     problems: list[str] = []
     with command.workplace(arguments.directory, problems) as directory:
         begun_s = time.monotonic()
-        for each in trials(arguments.count, arguments.mb, arguments.seed, directory):
+        given = (arguments.count, arguments.kills, arguments.mb, arguments.seed)
+        for each in trials(*given, directory):
             found.append(each)
             problems += [f"{each.way}: {each.problem}"] if each.problem else []
             if time.monotonic() - begun_s > 60 * arguments.minutes:

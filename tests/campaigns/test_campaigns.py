@@ -145,9 +145,10 @@ def test_a_process_keeps_nothing_of_a_verb(verb):
 @pytest.mark.slow
 def test_a_killed_copy_goes_on_where_it_was(tmp_path):
     # A process of its own: this one may know another server by the same URL.
-    command = [sys.executable, "-m", "tests.campaigns.copies", "--count", "1", "--mb", "1"]
+    command = [sys.executable, "-m", "tests.campaigns.copies"]
+    size = ["--count", "1", "--kills", "1", "--mb", "1"]
     done = subprocess.run(
-        [*command, "--directory", str(tmp_path / "copies")], capture_output=True, check=False
+        [*command, *size, "--directory", tmp_path / "copies"], capture_output=True, check=False
     )
     assert done.returncode == 0, (done.stdout + done.stderr)[-4000:].decode()
     assert all(f"| {way} | 1 |".encode() in done.stdout for way in copies.WAYS)

@@ -39,36 +39,43 @@ def words(text):
     return " ".join(text.split())
 
 
-def test_the_example_on_128_devices_is_told_in_one_sentence(plan):
-    result = plan("", f"{EXAMPLE}:data_parallel")
+def test_the_example_on_128_devices_is_told_in_one_sentence_and_by_the_kind_of_failure(plan):
+    result = plan("", f"{EXAMPLE}:data_parallel", "--domains", "4")
     assert result.exit_code == 0, result.output
     assert "1,458 leaves, 128 devices, 16 processes" in result.stdout
+    said = words(result.stdout)
     assert (
         "One step costs 13.5 GB instead of the 12.1 TB that all devices hold (896 times less) or "
         "the 94.3 GB that stock Orbax writes (7.0 times less); 18.0 GB a step with a base after "
         "every 20 deltas."
-    ) in words(result.stdout)
-
-
-def test_what_survives_without_storage_is_told_by_the_kind_of_failure(plan):
-    result = plan("", f"{EXAMPLE}:data_parallel", "--domains", "4")
-    assert result.exit_code == 0, result.output
-    said = words(result.stdout)
+    ) in said
     assert "Shadow(directory=..., copies=1), 4 failure domains:" in said
     assert "full 1,458 107.8 GB 107.8 GB other domains hold all of it anyway" in said
     assert "one domain memory two domains memory in 4 of 6 cases, else storage" in said
     assert "A step sends 0 bytes for copies, and 18.0 GB to storage." in said
 
 
+RECORDED = f"""{STATE}
+    import adacheck_jax, optax
+
+    def state():
+        recorder, params = adacheck_jax.Recorder(optax.adam(0.1)), leaf(250)
+        optimizer = jax.eval_shape(recorder.init, params)
+        optimizer = jax.tree.map(lambda x: leaf(*x.shape), optimizer)
+        return {{"params": params, "opt": optimizer}}, recorder
+"""
+
+
 def test_options_reach_the_report_and_json_holds_all_of_it(plan):
-    target = f"{EXAMPLE}:fsdp_tensor_parallel"
-    numbers = ("--devices-per-process", "4", "--max-deltas", "5", "--domains", "8", "--copies=2")
-    result = plan("", target, "--json", *numbers)
+    numbers = ("--devices-per-process", "1", "--max-deltas", "5", "--domains", "8", "--copies=2")
+    result = plan(RECORDED, "target.py:state", "--json", *numbers)
+    assert result.exit_code == 0, result.output
     report = json.loads(result.stdout)
     assert (report["survival"]["domain_count"], report["survival"]["copies"]) == (8, 2)
     assert report.keys() == {field.name for field in dataclasses.fields(RedundancyReport)}
-    assert (report["device_count"], report["process_count"]) == (2048, 512)
+    assert (report["device_count"], report["process_count"]) == (16, 16)
     assert report["max_deltas"] == 5
+    assert 0 < report["delta_bytes"] < report["base_bytes"]
     assert report["amortised_bytes"] == (report["base_bytes"] + 5 * report["delta_bytes"]) / 6
 
 

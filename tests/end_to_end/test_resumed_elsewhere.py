@@ -123,7 +123,7 @@ WAYS = [
 ]
 
 
-@pytest.mark.covering(2, quick=1)
+@pytest.mark.covering(1, quick=1)
 @pytest.mark.parametrize("shapes", WAYS, ids=str)
 @pytest.mark.parametrize("name", OPTIMIZERS)
 def test_every_step_after_a_restart_is_a_delta_and_restores_on_every_mesh(tmp_path, shapes, name):
