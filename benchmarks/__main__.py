@@ -14,7 +14,9 @@ from __future__ import annotations
 import argparse
 import contextlib
 import json
+import statistics
 import sys
+import tempfile
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +24,7 @@ from rich.console import Console
 
 from benchmarks.common import environment
 from benchmarks.speed import child, longest, report
+from benchmarks.speed import hosts as hosts_run
 from benchmarks.speed.ways import BASE, DELTA, DELTA_FILE, FLOOR, STATE_FILE, STOCK
 
 SIZES = ("small", "full")
@@ -137,6 +140,44 @@ def stores(is_full: bool) -> list[Any]:
     ]
 
 
+def hosts(is_full: bool) -> list[dict[str, Any]]:
+    """Four processes, each a host: saves with and without copies, and what each tier takes."""
+    size = {"params": 8_000_000 if is_full else 200_000, "leaves": 24, "steps": 16}
+    return [
+        _hosts_of({"processes": 4, "parts": parts, **size}, 3 if is_full else 1)
+        for parts in (1, 2, 4)
+    ]
+
+
+def _hosts_of(common: dict[str, Any], rounds: int) -> dict[str, Any]:
+    saves: dict[str, list[Any]] = {}
+    takes: dict[str, list[float]] = {}
+    for _ in range(rounds):
+        for name, has_memory, copies in hosts_run.SAVES:
+            with tempfile.TemporaryDirectory() as root, hosts_run.memory() as memory:
+                given = {**common, "root": root, "memory": memory if has_memory else ""}
+                found = child.measure("hosts", do="save", copies=copies, **given)
+                saves.setdefault(name, []).append(found)
+                if not copies:
+                    continue
+                for tier, wiped in hosts_run.TIERS:
+                    if wiped is not None:
+                        hosts_run.wipe(memory, wiped)
+                    do = tier.split(",")[0]
+                    given["memory"] = memory if do == hosts_run.MEMORY else ""
+                    took = child.measure("hosts", do=do, copies=copies, **given)
+                    takes.setdefault(tier, []).append(took["seconds"])
+    return {
+        "parts": common["parts"],
+        "state_bytes": saves[hosts_run.SAVES[0][0]][0]["state_bytes"],
+        "saves": {
+            name: {key: statistics.median(x[key] for x in found) for key in ("blocking_s", "cpu_s")}
+            for name, found in saves.items()
+        },
+        "takes": {name: statistics.median(found) for name, found in takes.items()},
+    }
+
+
 MEASUREMENTS = {
     "saves": saves,
     "large saves": large_saves,
@@ -150,6 +191,7 @@ MEASUREMENTS = {
     "fingerprints": fingerprints,
     "stores": stores,
     "growth": growth,
+    "hosts": hosts,
 }
 
 

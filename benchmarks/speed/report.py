@@ -244,6 +244,20 @@ def _growth(rows: Sequence[Mapping[str, Any]]) -> str:
     return table(head, cells)
 
 
+def _hosts(results: Sequence[Mapping[str, Any]]) -> str:
+    saves, takes = list[list[str]](), list[list[str]]()
+    for result in results:
+        first = next(iter(result["saves"].values()))
+        for name, cost in result["saves"].items():
+            times = [f"{_ms(cost[k])} ({cost[k] / first[k]:.2f})" for k in ("blocking_s", "cpu_s")]
+            saves.append([str(result["parts"]), name, *times])
+        takes.append([str(result["parts"]), *(f"{x:.2f}" for x in result["takes"].values())])
+    about = f"{_mb(results[0]['state_bytes'])} MB of state; a save of the slowest process"
+    head = ["parts", "kept", "blocking ms", "CPU ms of all"]
+    tiers = ["parts", *(f"{name}, s" for name in results[0]["takes"])]
+    return f"{about}.\n\n{table(head, saves)}\n\n{table(tiers, takes)}"
+
+
 _TABLES: dict[str, tuple[str, Any]] = {
     "saves": ("One save", _saves),
     "large saves": ("One save of a large state", _saves),
@@ -257,6 +271,7 @@ _TABLES: dict[str, tuple[str, Any]] = {
     "handover": ("Memory of exports and transforms", _handover),
     "stores": ("Object stores", _stores),
     "growth": ("How the cost of a save grows", _growth),
+    "hosts": ("The memory of four hosts", _hosts),
 }
 
 

@@ -23,13 +23,21 @@ def recorder() -> adacheck.Recorder:
     return adacheck.Recorder(optax.adamw(1e-3), dtype=jnp.bfloat16)
 
 
-def train_state(params_count: int, leaf_count: int, recorder: adacheck.Recorder) -> Any:
-    """A state of about so many params, in so many arrays; noise, its rows cut over all devices."""
+def train_state(
+    params_count: int, leaf_count: int, recorder: adacheck.Recorder, parts: int = 0
+) -> Any:
+    """A state of about so many params, in so many arrays; noise, its rows cut into parts.
+
+    Each part lies on as many devices as any other; one on each if their number is 0.
+    """
     count = jax.device_count()
+    parts = parts or count
     rows = max(1, params_count // leaf_count // WIDTH // count) * count
     rng = np.random.default_rng(0)
     noise = rng.standard_normal((rows, WIDTH), np.float32)
-    mesh = jax.make_mesh((count,), ("all",), axis_types=(AxisType.Auto,))
+    mesh = jax.make_mesh(
+        (count // parts, parts), ("copies", "all"), axis_types=(AxisType.Auto,) * 2
+    )
     cut, whole = (NamedSharding(mesh, PartitionSpec(*axes)) for axes in (("all",), ()))
 
     def placed(array: np.ndarray) -> jax.Array:
