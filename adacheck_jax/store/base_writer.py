@@ -150,8 +150,8 @@ class BaseWriter:
             return None
         dtype = np.dtype(name.dtype)
         blocks = {box: block.astype(dtype, copy=False) for box, block in blocks.items()}
-        nbytes = sum(block.nbytes for block in blocks.values())
-        codec = codec_of(self.compression) if nbytes >= _MIN_COMPRESSED_BYTES else None
+        # The same for all processes that write chunks of the array.
+        codec = codec_of(self.compression) if leaf.nbytes >= _MIN_COMPRESSED_BYTES else None
         return volumes.ArrayPiece(name.name, leaf.shape, name.chunk_shape, blocks, codec)
 
 

@@ -286,11 +286,11 @@ def _keys(directory: AnyPath) -> frozenset[str]:
 
 
 def _holds(directory: AnyPath, piece: ArrayPiece) -> bool:
-    """True if a volume holds exactly a piece's elements, cut into the same chunks."""
+    """True if a volume holds exactly a piece's elements, in the same chunks and codec."""
     database = zarr.database_in(directory)
     (found,) = volume_reader.stored_metadata(database, [piece.name])
     wanted = piece.metadata
-    if any(found.get(key) != wanted[key] for key in ("data_type", "shape", "chunk_grid")):
+    if any(found.get(key) != wanted[key] for key in ("data_type", "shape", "chunk_grid", "codecs")):
         return False
     store = zarr.array_in(database, piece.name, open=True, read=True).result()
     return all(

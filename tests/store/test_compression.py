@@ -148,6 +148,9 @@ def test_what_an_earlier_base_holds_in_a_codec_is_kept(codec, tmp_path):
     assert volumes.keep([("0", tmp_path / "0")], [part], tmp_path / "kept") == {"a": "0"}
     other = dataclasses.replace(part, blocks={Box.full(array.shape): array + 1})
     assert volumes.keep([("0", tmp_path / "0")], [other], tmp_path / "other") == {}
+    # Other processes may write chunks of the same array, which has one codec.
+    plain = dataclasses.replace(part, codec=None)
+    assert volumes.keep([("0", tmp_path / "0")], [plain], tmp_path / "plain") == {}
 
 
 def test_equal_chunks_in_different_codecs_are_both_written(tmp_path):

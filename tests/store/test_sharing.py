@@ -266,3 +266,19 @@ def test_chunks_at_an_edge_and_of_other_types_are_not_taken_for_equal():
     ]
     kinds = [volumes.Volume([each]).distinct[0].kind for each in [whole, *others]]
     assert len({*map(repr, kinds)}) == 4
+
+
+def test_all_chunks_of_an_array_are_in_one_codec_whoever_writes_them(tmp_path):
+    """Of three chunks one process has two, which together are large enough for a codec."""
+    array = np.random.default_rng(0).integers(0, 4, (3, 600)).astype(np.float32)
+    cuts = ((0, 1, 2, 3), (0, 600))
+    leaf = Leaf("a", (3, 600), "float32", 4, None, cuts, (0, 1, 0))
+    layout, processes = ArrayLayout({"a": Name("a", "float32", (1, 600))}), Processes(2)
+
+    def write(process):
+        blocks = {0: {box: array[box.slices] for box in leaf.boxes_of(process)}}
+        writer = BaseWriter((leaf,), blocks, None, frozenset(), "small")
+        return writer.write(tmp_path, process, {0: 1}, layout, processes.agree(process))
+
+    base_writer.merge(tmp_path, processes.together(write))
+    np.testing.assert_array_equal(stock(tmp_path, "a").read().result(), array)
