@@ -372,9 +372,9 @@ class ServiceExchange:
             if "error" in told:
                 raise _error_of(told)
             raise AdaCheckError(
-                f"{self._where}: the processes did not decide alike: process {process} does not "
-                f"write a base of them all, and others do.{self._loss} Check that all of them see "
-                "the same root, and that their handlers have the same options."
+                f"{self._where}: the {self._processes.count} processes did not decide alike: "
+                f"process {process} writes no base, and others do.{self._loss} Check that all of "
+                "them see the same root, and that their handlers have the same options."
             )
 
     @contextlib.contextmanager

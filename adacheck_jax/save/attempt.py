@@ -1,7 +1,8 @@
 """One attempt to save a step, and what the processes tell each other about it."""
 
 # Threads: an attempt is made on the caller's thread, and written on Orbax's. ``turn`` is held by
-# the save that writes, through all its file operations; no other lock is taken before it.
+# the save that writes, through all its file operations and the questions of a base in between; no
+# other lock is taken before it.
 
 from __future__ import annotations
 
