@@ -12,7 +12,7 @@ import numpy as np
 from adacheck_jax.format.boxes import Blocks
 from adacheck_jax.format.manifest import Leaf
 from adacheck_jax.store import sharing, volumes
-from adacheck_jax.store.sharing import Agree, Offer, Report
+from adacheck_jax.store.sharing import Agree, OwnVolume, Report
 from adacheck_jax.store.steps import folders
 from adacheck_jax.store.steps.lineage import Lineage
 from adacheck_jax.store.storage.location import AnyPath, at
@@ -121,7 +121,7 @@ class BaseWriter:
             elif i in still:
                 place = (1, f"{folders.BASE}/{process}{folders.STILL}")
             chosen.setdefault(place, []).append(piece)
-        offers = [Offer(path, volumes.Volume(x), rank) for (rank, path), x in chosen.items()]
+        offers = [OwnVolume(path, volumes.Volume(x), rank) for (rank, path), x in chosen.items()]
         lent, written = sharing.share(offers, agree), [each for each in offers if each.rank]
         for each in written:
             each.volume.write(directory / each.path, layout.file_bytes)

@@ -38,8 +38,8 @@ _SAMPLE = 64
 
 
 @dataclass(frozen=True, slots=True)
-class Offer:
-    """A volume of this process.
+class OwnVolume:
+    """A volume of this process, and how likely others are to refer to it.
 
     Attributes:
         path: its path relative to the item directory.
@@ -53,7 +53,7 @@ class Offer:
     rank: int
 
 
-def share(offers: Sequence[Offer], agree: Agree) -> dict[Place, tuple[Chunk, str]]:
+def share(offers: Sequence[OwnVolume], agree: Agree) -> dict[Place, tuple[Chunk, str]]:
     """Finds chunks that equal one of another volume, and notes where they are stored.
 
     All processes call this.
