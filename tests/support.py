@@ -26,6 +26,7 @@ from adacheck_jax.adapter.stock.base_checkpoint import StockCheckpoints
 from adacheck_jax.format import planes as codecs
 from adacheck_jax.format.manifest import BaseManifest, Delta, DeltaManifest
 from adacheck_jax.restore.deltas import delta_reader
+from adacheck_jax.store import volumes
 from adacheck_jax.store.compaction import in_place
 from adacheck_jax.store.packs import arrays, reader, writer
 from adacheck_jax.store.steps import folders, lineage
@@ -311,6 +312,13 @@ def compiled_programs() -> Iterator[list[str]]:
         yield names
     finally:
         jax.monitoring.clear_event_listeners()
+
+
+def write_volume(directory: Any, pieces: Any, file_bytes: int | None = None) -> dict[str, str]:
+    """Writes a volume of a base, and gives the names of arrays that equal another one."""
+    volume = volumes.Volume(pieces)
+    volume.write(directory, file_bytes)
+    return volume.aliases
 
 
 def pack_reader(start, kind, size_bytes, zeros=()):

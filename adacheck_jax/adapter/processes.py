@@ -234,15 +234,16 @@ class ServiceExchange:
         own: Report,
         judge: Callable[[Sequence[Report]], Report],
         is_over: Callable[[], bool] = lambda: False,
+        before: str = "",
     ) -> Report:
         """Posts this process's report, and waits for the answer; see the protocol."""
         if self._processes.index:
             with self._service():
                 self._post(self._report_key(topic, self._processes.index), _packed(own))
-                return self._answer(topic, is_over)
+                return self._answer(topic, is_over, before)
         try:
             with self._service():
-                reports = self._gathered[topic] = self._gather(topic, own, is_over)
+                reports = self._gathered[topic] = self._gather(topic, own, is_over, before)
             answer = judge(reports)
         except Exception as error:
             self._post_error(self._answer_key(topic), _refusal(error))
@@ -277,7 +278,7 @@ class ServiceExchange:
             AdaCheckError: process 0 posted an error, is gone, or tells nothing in time.
         """
         with self._service():
-            return self._answer(topic, lambda: False)
+            return self._answer(topic, lambda: False, "")
 
     def refusal(self, topic: str) -> AdaCheckError | None:
         """The error that process 0 has posted; None if it has posted none so far."""
@@ -313,7 +314,9 @@ class ServiceExchange:
         key = f"{self._key}.{name}"
         return ServiceExchange(self._processes, key, self._where, self._patience, is_save=False)
 
-    def _gather(self, topic: str, own: Report, is_over: Callable[[], bool]) -> list[Report]:
+    def _gather(
+        self, topic: str, own: Report, is_over: Callable[[], bool], before: str
+    ) -> list[Report]:
         data = _packed(own)
         self._post(self._report_key(topic, 0), data)
         found, waiting = {0: _unpacked(data)}, [*range(1, self._processes.count)]
@@ -329,12 +332,14 @@ class ServiceExchange:
                 waiting.remove(process)
             if waiting:
                 self._check(waiting, until_s, is_over)
+                self._check_not_past(topic, before, waiting)
         return [found[process] for process in sorted(found)]
 
-    def _answer(self, topic: str, is_over: Callable[[], bool]) -> Report:
+    def _answer(self, topic: str, is_over: Callable[[], bool], before: str) -> Report:
         until_s = time.monotonic() + self._patience.answer_s
         while (answer := self._get(self._answer_key(topic), self._patience.look_s)) is None:
             self._check([0], until_s, is_over)
+            self._check_not_past(topic, before, [0])
         if "error" in answer:
             raise _error_of(answer)
         return answer
@@ -354,6 +359,22 @@ class ServiceExchange:
                 f"{self._where}: expected to hear of {_named(waiting)}, found nothing in time."
                 f"{self._loss} Check that all processes save the same steps to the same path, and "
                 "that the storage answers."
+            )
+
+    def _check_not_past(self, topic: str, before: str, waiting: Sequence[int]) -> None:
+        """Raises if a process failed, or went on, to what comes after this topic."""
+        for process in waiting if before else ():
+            told = self._get(self._report_key(before, process))
+            if told is None and not process:
+                told = self._get(self._answer_key(before))
+            if told is None or (not process and self._get(self._answer_key(topic)) is not None):
+                continue
+            if "error" in told:
+                raise _error_of(told)
+            raise AdaCheckError(
+                f"{self._where}: the {self._processes.count} processes did not decide alike: "
+                f"process {process} writes no base, and others do.{self._loss} Check that all of "
+                "them see the same root, and that their handlers have the same options."
             )
 
     @contextlib.contextmanager

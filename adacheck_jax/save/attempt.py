@@ -1,7 +1,8 @@
 """One attempt to save a step, and what the processes tell each other about it."""
 
 # Threads: an attempt is made on the caller's thread, and written on Orbax's. ``turn`` is held by
-# the save that writes, through all its file operations; no other lock is taken before it.
+# the save that writes, through all its file operations and the questions of a base in between; no
+# other lock is taken before it.
 
 from __future__ import annotations
 
@@ -27,6 +28,7 @@ class Exchange(Protocol):
         own: Report,
         judge: Callable[[Sequence[Report]], Report],
         is_over: Callable[[], bool] = ...,
+        before: str = "",
     ) -> Report:
         """Posts this process's report, and waits until all have posted theirs and one judged them.
 
@@ -36,13 +38,14 @@ class Exchange(Protocol):
             judge: gives the answer to the reports of all processes, in their order, or raises;
                 called in process 0.
             is_over: true once nobody waits for this attempt any more.
+            before: the topic that follows; who has come to that one will not report on this.
 
         Returns:
             The answer, the same in all processes.
 
         Raises:
-            AdaCheckError: a process failed, is gone, or does not report in time; or ``judge``
-                raised it, and then all processes raise it.
+            AdaCheckError: a process failed, is gone or past this, or does not report in time; or
+                ``judge`` raised it, and then all processes raise it.
         """
         ...
 
@@ -98,11 +101,15 @@ class Attempt:
         earlier = [*self._earlier, *([self.exchange] if self.exchange else [])]
         return Attempt(self.turn, self.token, exchange, earlier)
 
-    def agree(self, own: Report, judge: Callable[[Sequence[Report]], Report]) -> Report:
-        """Agrees with the other processes on what was written; see :class:`Exchange`."""
+    def agree(self, topic: str, own: Report, judge: Callable[[Sequence[Report]], Report]) -> Report:
+        """Agrees with the other processes on a topic, of which the shares are the last one.
+
+        Arguments and errors are those of :class:`Exchange`.
+        """
         if self.exchange is None:
             return judge([own])
-        answer = self.exchange.agree(SHARES, own, judge, lambda: self.is_over)
+        before = "" if topic == SHARES else SHARES
+        answer = self.exchange.agree(topic, own, judge, lambda: self.is_over, before)
         # All processes have begun this attempt, so none waits in an earlier one.
         for each in self._earlier:
             each.forget()

@@ -76,7 +76,9 @@ class _Pending:
             return ALONE
         return Team(
             jax.process_index(),
-            lambda topic, own, judge: exchange.agree(topic, own, judge, lambda: self.is_dropped),
+            lambda topic, own, judge: exchange.agree(
+                topic, own, judge, lambda: self.is_dropped, "" if topic == WRITTEN else WRITTEN
+            ),
         )
 
     def fail(self, error: BaseException) -> None:

@@ -26,7 +26,7 @@ from adacheck_jax.save import validation
 from adacheck_jax.save.attempt import Report
 from adacheck_jax.save.one_save import Agreed, Committed, Save
 from adacheck_jax.save.pending import Pending
-from adacheck_jax.store import base_writer, claims, links, volumes
+from adacheck_jax.store import base_writer, claims, links
 from adacheck_jax.store.steps import lookup, manifest_file
 from adacheck_jax.store.steps.lineage import Lineage, LineageStep
 from adacheck_jax.store.storage.location import AnyPath, at
@@ -64,10 +64,7 @@ def _committed(save: Save, directory: AnyPath, described: Mapping[str, str]) -> 
     if claim is not None and save.parent is None:  # its files lie where another's would
         claims.check(directory, claim)
     if save.parent is None:
-        contents: dict[str, Sequence[str] | None] = {}
-        for report in agreed.reports():
-            contents |= report["volumes"]
-        volumes.merge(directory, contents)
+        base_writer.merge(directory, agreed.reports())
         manifest: Manifest = _base_manifest(save, agreed, described)
     else:
         manifest = _delta_manifest(save, save.parent, agreed)

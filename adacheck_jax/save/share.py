@@ -80,7 +80,7 @@ def _agreed(save: Save, directory: AnyPath, layout: ArrayLayout) -> Agreed:
         if exchange is not None and not attempt.is_over:
             exchange.fail(SHARES, error)
         raise
-    answer = attempt.agree(own, functools.partial(validation.validated, save))
+    answer = attempt.agree(SHARES, own, functools.partial(validation.validated, save))
     save.measured = [(name, seconds, deltas) for name, seconds, deltas in answer["measured"]]
     return Agreed(
         caution=Caution(answer["reason"], tuple(answer["distrusted"])),
@@ -113,7 +113,7 @@ def _write(save: Save, directory: AnyPath, layout: ArrayLayout) -> Report:
     written: Sequence[dict[str, Any]] = [{}]
     if base is not None:
         sums = save.own.sums()  # by which an earlier base's unchanged files are found
-        report |= base.write(directory, process, sums, layout)
+        report |= base.write(directory, process, sums, layout, save.attempt.agree)
         if process == 0:
             for platform, data in save.update.files().items():
                 program = at(directory / manifest_file.update_file(platform))

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -12,7 +11,8 @@ import numpy as np
 
 from adacheck_jax.format.boxes import Blocks
 from adacheck_jax.format.manifest import Leaf
-from adacheck_jax.store import volumes
+from adacheck_jax.store import sharing, volumes
+from adacheck_jax.store.sharing import Agree, OwnVolume, Report
 from adacheck_jax.store.steps import folders
 from adacheck_jax.store.steps.lineage import Lineage
 from adacheck_jax.store.storage.location import AnyPath, at
@@ -82,17 +82,26 @@ class BaseWriter:
     compression: Compression
 
     def write(
-        self, directory: AnyPath, process: int, sums: Mapping[int, int], layout: ArrayLayout
-    ) -> dict[str, Any]:
+        self,
+        directory: AnyPath,
+        process: int,
+        sums: Mapping[int, int],
+        layout: ArrayLayout,
+        agree: Agree,
+    ) -> Report:
         """Writes this process's volumes durably.
+
+        All processes call this, since they ask each other by ``agree`` which chunks are equal.
 
         Returns:
             The report for the other processes, as JSON: ``volumes``, the arrays to take from each
             volume; ``aliases``, pairs of leaves that share data; ``kept``, pairs of a leaf and the
-            step that wrote its data.
+            step that wrote its data; ``borrowed``, keys of chunks and the places in other volumes
+            that have their bytes; ``lent``, places that others borrow.
         """
         own = {i: piece for i in self.blocks if (piece := self._piece(i, layout)) is not None}
-        index = {piece.name: i for i, piece in own.items()}
+        places = {leaf.path: i for i, leaf in enumerate(self.leaves)}
+        index = {each.name: places[path] for path, each in layout.names.items()}
         kept: dict[str, str] = {}
         still = self.still
         if self.earlier is not None:
@@ -102,25 +111,35 @@ class BaseWriter:
             still = still.union(same)
             earlier = _volumes_of(self.earlier.lineage, process)
             kept = volumes.keep(earlier, [own[i] for i in same], directory / folders.KEPT)
-        contents: dict[str, list[str] | None] = {
-            f"{folders.KEPT}/{volume}": [name for name, its in kept.items() if its == volume]
-            for volume in dict.fromkeys(kept.values())
-        }
-        left = [(i, piece) for i, piece in own.items() if piece.name not in kept]
-        aliases = []
         # Arrays that do not change get a volume of their own, so that a later base finds all of it
         # worth keeping.
-        for suffix, is_still in (("", False), (folders.STILL, True)):
-            chosen = [self._with_codec(piece) for i, piece in left if (i in still) == is_still]
-            if chosen:
-                path = f"{folders.BASE}/{process}{suffix}"
-                shared = volumes.write(directory / path, chosen, layout.file_bytes)
-                aliases += [(index[name], index[other]) for name, other in shared.items()]
-                contents[path] = None
+        chosen: dict[tuple[int, str], list[volumes.ArrayPiece]] = {}
+        for i, piece in own.items():
+            place = (2, f"{folders.BASE}/{process}")
+            if piece.name in kept:
+                place = (0, f"{folders.KEPT}/{kept[piece.name]}")
+            elif i in still:
+                place = (1, f"{folders.BASE}/{process}{folders.STILL}")
+            chosen.setdefault(place, []).append(piece)
+        offers = [OwnVolume(path, volumes.Volume(x), rank) for (rank, path), x in chosen.items()]
+        lent, written = sharing.share(offers, agree), [each for each in offers if each.rank]
+        for each in written:
+            each.volume.write(directory / each.path, layout.file_bytes)
+        unread = (each for each in lent if not each[0].startswith(folders.KEPT))
+        sharing.check(directory, {place: lent[place] for place in unread})
         return {
-            "volumes": contents,
-            "aliases": aliases,
+            "volumes": {
+                path: None if rank else [piece.name for piece in x]
+                for (rank, path), x in chosen.items()
+            },
+            "aliases": [
+                (index[name], index[other])
+                for each in written
+                for name, other in each.volume.aliases.items()
+            ],
             "kept": [(index[name], _step_of(volume)) for name, volume in kept.items()],
+            "borrowed": [pair for each in written for pair in each.volume.borrowed],
+            "lent": [*lent],
         }
 
     def _piece(self, index: int, layout: ArrayLayout) -> volumes.ArrayPiece | None:
@@ -131,16 +150,25 @@ class BaseWriter:
             return None
         dtype = np.dtype(name.dtype)
         blocks = {box: block.astype(dtype, copy=False) for box, block in blocks.items()}
-        return volumes.ArrayPiece(name.name, leaf.shape, name.chunk_shape, blocks)
-
-    def _with_codec(self, piece: volumes.ArrayPiece) -> volumes.ArrayPiece:
-        if piece.nbytes < _MIN_COMPRESSED_BYTES:
-            return piece
-        return dataclasses.replace(piece, codec=codec_of(self.compression))
+        # The same for all processes that write chunks of the array.
+        codec = codec_of(self.compression) if leaf.nbytes >= _MIN_COMPRESSED_BYTES else None
+        return volumes.ArrayPiece(name.name, leaf.shape, name.chunk_shape, blocks, codec)
 
 
 _MIN_STILL_BYTES = 1 << 16
 """Smaller leaves are no reason for files of their own."""
+
+
+def merge(item_directory: AnyPath, reports: Sequence[Report]) -> None:
+    """Makes a checkpoint's database of the volumes that all processes wrote.
+
+    Raises:
+        IntegrityError: a process relies on a chunk that no other one has written for it.
+    """
+    contents: dict[str, Sequence[str] | None] = {}
+    for report in reports:
+        contents |= report["volumes"]
+    volumes.merge(item_directory, contents, sharing.borrowed(reports))
 
 
 def seldom_changed(leaves: Sequence[Leaf], touched: Collection[int]) -> frozenset[int]:

@@ -2,8 +2,9 @@
 
 The arrays have the names, and in the end lie in the database, that stock Orbax expects of a
 checkpoint. Equal chunks are written once: the others refer to the first by OCDBT's copy by
-reference. Arrays that have not changed since an earlier base are not written again: the volume that
-holds them is hard-linked, and referred to. Every chunk has a crc32c.
+reference, within a volume as it is written, to one in another volume by the merge. Arrays that have
+not changed since an earlier base are not written again: the volume that holds them is hard-linked,
+and referred to. Every chunk has a crc32c.
 """
 
 from __future__ import annotations
@@ -12,7 +13,7 @@ import contextlib
 import itertools
 import json
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import PurePosixPath
 from typing import Any
 
@@ -67,85 +68,139 @@ class ArrayPiece:
         return zarr.metadata(dtype.name, self.shape, self.chunk_shape, codecs, fill)
 
 
-@dataclass(slots=True)
-class _Chunk:
-    """One zarr chunk; its source is the first one with the same bytes: another one, or itself."""
+Place = tuple[str, str, str]
+"""A stored chunk: path of its volume relative to the item directory, array, and key below it."""
+
+
+@dataclass(slots=True, eq=False)
+class Chunk:
+    """One zarr chunk.
+
+    Attributes:
+        piece: the piece of an array that it belongs to.
+        key: its key below the array's name.
+        box: its box.
+        data: its elements.
+        source: the first chunk of the volume with the same bytes: another one, or itself.
+        elsewhere: the chunk of another volume that is stored in place of the source; None if the
+            source is written.
+    """
 
     piece: ArrayPiece
     key: str
     box: Box
     data: np.ndarray
-    source: _Chunk | None = None
+    source: Chunk = field(init=False)
+    elsewhere: Place | None = None
+
+    def __post_init__(self) -> None:
+        self.source = self
 
     @property
-    def is_own(self) -> bool:
+    def is_written(self) -> bool:
         """True if the chunk is written and does not refer to another one."""
-        return self.source is self
+        return self.source is self and self.elsewhere is None
+
+    @property
+    def path(self) -> str:
+        """Key in the database."""
+        return f"{self.piece.name}/{self.key}"
+
+    @property
+    def kind(self) -> Any:
+        """Everything besides the elements that decides the stored bytes."""
+        if self.data.nbytes < _MIN_SHARED_BYTES:
+            return (self.piece.name, self.key)
+        stored_as = self.data.dtype.name, self.piece.codec
+        if self.data.shape == self.piece.chunk_shape:
+            return (stored_as, None)
+        # At the edge a whole chunk is stored, filled up in a way that depends on both shapes.
+        return (stored_as, (self.data.shape, self.piece.chunk_shape))
 
 
-def write(
-    directory: AnyPath, pieces: Sequence[ArrayPiece], file_bytes: int | None = None
-) -> dict[str, str]:
-    """Writes one volume durably.
+class Volume:
+    """Arrays that are to be one volume, and those of their chunks that are equal.
 
     Args:
-        directory: directory of the OCDBT database; made if absent.
         pieces: one piece an array; no name twice, no piece without a block.
-        file_bytes: size in bytes at which a data file is full, 0 for no limit, None for OCDBT's own
-            limit. A chunk is not cut.
-
-    Returns:
-        Names of pieces that equal another piece and refer to its chunks, each with the name of that
-        one.
     """
-    chunks = [[*_chunks(piece)] for piece in pieces]
-    every = [*itertools.chain.from_iterable(chunks)]
-    firsts = equality.firsts([chunk.data for chunk in every], [*map(_kind, every)])
-    for chunk, first in zip(every, firsts, strict=True):
-        chunk.source = every[first]
-    database = zarr.database_in(directory, file_bytes)
-    for batch in _batches(chunks):
-        with ts.Transaction(atomic=False) as transaction:
-            for own in batch:
-                _write_piece(database, own, transaction)
-    if referring := [chunk for chunk in every if not chunk.is_own]:
-        with ts.Transaction(atomic=True) as transaction:
-            _refer(database, referring, transaction)
-    names, aliases = dict[Any, str](), dict[str, str]()
-    for own in chunks:
-        name = own[0].piece.name
-        other = names.setdefault(tuple((chunk.key, id(chunk.source)) for chunk in own), name)
-        if other != name:
-            aliases[name] = other
-    return aliases
+
+    def __init__(self, pieces: Sequence[ArrayPiece]) -> None:
+        self._chunks = [[*_chunks(piece)] for piece in pieces]
+        every = self._every
+        firsts = equality.firsts([each.data for each in every], [each.kind for each in every])
+        for chunk, first in zip(every, firsts, strict=True):
+            chunk.source = every[first]
+
+    @property
+    def distinct(self) -> list[Chunk]:
+        """The chunks of which none equals another."""
+        return [chunk for chunk in self._every if chunk.source is chunk]
+
+    @property
+    def borrowed(self) -> list[tuple[str, Place]]:
+        """Keys of the chunks that are stored in another volume, and of those stored for them."""
+        pairs = ((chunk.path, chunk.source.elsewhere) for chunk in self._every)
+        return [(path, place) for path, place in pairs if place is not None]
+
+    @property
+    def aliases(self) -> dict[str, str]:
+        """Names of pieces of which all chunks are another array's, each with that one's name."""
+        names, found = dict[Any, str](), dict[str, str]()
+        for chunks in self._chunks:
+            name = chunks[0].piece.name
+            places = [(each.source.elsewhere or ("", "", ""))[1:] for each in chunks]
+            other = places[0][0]
+            if not other or places != [(other, each.key) for each in chunks]:
+                own = tuple((each.key, id(each.source)) for each in chunks)
+                other = names.setdefault(own, name)
+            if other != name:
+                found[name] = other
+        return found
+
+    def write(self, directory: AnyPath, file_bytes: int | None = None) -> None:
+        """Writes the volume durably, but for what is stored in another one.
+
+        Args:
+            directory: directory of the OCDBT database; made if absent.
+            file_bytes: size in bytes at which a data file is full, 0 for no limit, None for OCDBT's
+                own limit. A chunk is not cut.
+        """
+        database = zarr.database_in(directory, file_bytes)
+        for batch in _batches(self._chunks):
+            with ts.Transaction(atomic=False) as transaction:
+                for own in batch:
+                    _write_piece(database, own, transaction)
+        referring = [each for each in self._every if each.source is not each]
+        if referring := [each for each in referring if each.source.is_written]:
+            with ts.Transaction(atomic=True) as transaction:
+                copies = [
+                    _reference(database / each.source.path, database / each.path, transaction)
+                    for each in referring
+                ]
+                for copy in copies:
+                    copy.result()
+
+    @property
+    def _every(self) -> list[Chunk]:
+        return [*itertools.chain.from_iterable(self._chunks)]
 
 
-def _chunks(piece: ArrayPiece) -> Iterator[_Chunk]:
+def _chunks(piece: ArrayPiece) -> Iterator[Chunk]:
     lengths = piece.chunk_shape
     for box, block in piece.blocks.items():
         bounds = zip(box.start, box.stop, lengths, strict=True)
         for chunk in grid(tuple((*range(start, stop, n), stop) for start, stop, n in bounds)):
             index = [str(a // n) for a, n in zip(chunk.start, lengths, strict=True)]
             data = block[(*chunk.relative_to(box.start).slices, ...)]
-            yield _Chunk(piece, "/".join(["c", *index]), chunk, data)
+            yield Chunk(piece, "/".join(["c", *index]), chunk, data)
 
 
-def _kind(chunk: _Chunk) -> Any:
-    """Everything besides the elements that decides the stored bytes of a chunk."""
-    if chunk.data.nbytes < _MIN_SHARED_BYTES:
-        return (chunk.piece.name, chunk.key)
-    stored_as = chunk.data.dtype.name, chunk.piece.codec
-    if chunk.data.shape == chunk.piece.chunk_shape:
-        return (stored_as, None)
-    # At the array's edge a whole chunk is stored, filled up in a way that depends on both shapes.
-    return (stored_as, (chunk.data.shape, chunk.piece.chunk_shape))
-
-
-def _batches(chunks: Sequence[Sequence[_Chunk]]) -> Iterator[list[Sequence[_Chunk]]]:
+def _batches(chunks: Sequence[Sequence[Chunk]]) -> Iterator[list[Sequence[Chunk]]]:
     """Groups of pieces' chunks, of bounded size, but with one piece at least."""
-    batch, size_bytes = list[Sequence[_Chunk]](), 0
+    batch, size_bytes = list[Sequence[Chunk]](), 0
     for each in chunks:
-        own_bytes = sum(chunk.data.nbytes for chunk in each if chunk.is_own)
+        own_bytes = sum(chunk.data.nbytes for chunk in each if chunk.is_written)
         if batch and size_bytes + own_bytes > _TRANSACTION_BYTES:
             yield batch
             batch, size_bytes = [], 0
@@ -156,7 +211,7 @@ def _batches(chunks: Sequence[Sequence[_Chunk]]) -> Iterator[list[Sequence[_Chun
 
 
 def _write_piece(
-    database: ts.KvStore, chunks: Sequence[_Chunk], transaction: ts.Transaction
+    database: ts.KvStore, chunks: Sequence[Chunk], transaction: ts.Transaction
 ) -> None:
     piece = chunks[0].piece
     metadata = piece.metadata
@@ -166,25 +221,18 @@ def _write_piece(
     key, data = zarr.key_of(piece.name), json.dumps(metadata).encode()
     database.with_transaction(transaction).write(key, data).result()
     blocks = [*piece.blocks.items()]
-    if not all(chunk.is_own for chunk in chunks):
-        blocks = [(chunk.box, chunk.data) for chunk in chunks if chunk.is_own]
+    if not all(chunk.is_written for chunk in chunks):
+        blocks = [(chunk.box, chunk.data) for chunk in chunks if chunk.is_written]
     for box, block in blocks:
         # The data was staged for this write and outlives it, so tensorstore need not copy.
         store[(*box.slices, ...)].write(block, can_reference_source_data_indefinitely=True).result()
 
 
-def _refer(database: ts.KvStore, chunks: Sequence[_Chunk], transaction: ts.Transaction) -> None:
-    """Makes chunks refer to the stored bytes of their sources."""
-    copies = []
+def _reference(source: ts.KvStore, target: ts.KvStore, transaction: ts.Transaction) -> Any:
+    """Makes a key refer to the stored bytes of another one."""
     this_key = ts.KvStore.KeyRange("", "\0")  # of c/1, and not of c/10 too
-    for chunk in chunks:
-        assert chunk.source is not None
-        source = database / f"{chunk.source.piece.name}/{chunk.source.key}"
-        target = database / f"{chunk.piece.name}/{chunk.key}"
-        target = target.with_transaction(transaction)
-        copies.append(source.experimental_copy_range_to(target, source_range=this_key))
-    for copy in copies:
-        copy.result()
+    target = target.with_transaction(transaction)
+    return source.experimental_copy_range_to(target, source_range=this_key)
 
 
 def keep(
@@ -201,10 +249,13 @@ def keep(
     kept: dict[str, str] = {}
     for name, source in earlier:
         try:
-            names = _names(source)
+            keys = _keys(source)
+            names = [key.removesuffix("/zarr.json") for key in keys if key.endswith("/zarr.json")]
             # A merge takes all keys below an array's name, so an array below another is not kept.
             outer = {str(path) for each in names for path in PurePosixPath(each).parents}
             held = [left[each] for each in names if each in left and each not in outer]
+            # Of a borrowed chunk the bytes lie in another volume.
+            held = [piece for piece in held if keys.issuperset(x.path for x in _chunks(piece))]
             stats = [each.stat() for each in at(source).list()]
             total_bytes = sum(stat.size_bytes for stat in stats)
             if sum(piece.nbytes for piece in held) < _WORTHWHILE * total_bytes or not held:
@@ -227,20 +278,19 @@ def keep(
     return kept
 
 
-def _names(directory: AnyPath) -> list[str]:
-    """Names of the arrays that a volume holds."""
+def _keys(directory: AnyPath) -> frozenset[str]:
+    """Keys of what a volume holds."""
     if not at(directory).is_folder:
-        return []
-    keys = [key.decode() for key in zarr.database_in(directory).list().result()]
-    return [key.removesuffix("/zarr.json") for key in keys if key.endswith("/zarr.json")]
+        return frozenset()
+    return frozenset(key.decode() for key in zarr.database_in(directory).list().result())
 
 
 def _holds(directory: AnyPath, piece: ArrayPiece) -> bool:
-    """True if a volume holds exactly a piece's elements, cut into the same chunks."""
+    """True if a volume holds exactly a piece's elements, in the same chunks and codec."""
     database = zarr.database_in(directory)
     (found,) = volume_reader.stored_metadata(database, [piece.name])
     wanted = piece.metadata
-    if any(found.get(key) != wanted[key] for key in ("data_type", "shape", "chunk_grid")):
+    if any(found.get(key) != wanted[key] for key in ("data_type", "shape", "chunk_grid", "codecs")):
         return False
     store = zarr.array_in(database, piece.name, open=True, read=True).result()
     return all(
@@ -249,7 +299,11 @@ def _holds(directory: AnyPath, piece: ArrayPiece) -> bool:
     )
 
 
-def merge(item_directory: AnyPath, contents: Mapping[str, Sequence[str] | None]) -> None:
+def merge(
+    item_directory: AnyPath,
+    contents: Mapping[str, Sequence[str] | None],
+    borrowed: Sequence[tuple[str, Place]] = (),
+) -> None:
     """Makes the arrays of some volumes part of the checkpoint's own database.
 
     Args:
@@ -257,15 +311,20 @@ def merge(item_directory: AnyPath, contents: Mapping[str, Sequence[str] | None])
             writes it.
         contents: names of the arrays to take, by path of the volume relative to the item directory;
             None for all of them.
+        borrowed: keys of chunks that no volume has, and of those whose bytes they have.
     """
     context = at(item_directory).context()  # one, for a copy by reference
     checkpoint = zarr.database_in(item_directory, context=context)
     copies = []
     with ts.Transaction(atomic=True) as transaction:
+        opened = {}
         for path, names in contents.items():
-            volume = zarr.database_in(item_directory / path, context=context)
+            volume = opened[path] = zarr.database_in(item_directory / path, context=context)
             for prefix in [""] if names is None else [f"{name}/" for name in names]:
                 target = (checkpoint / prefix).with_transaction(transaction)
                 copies.append((volume / prefix).experimental_copy_range_to(target))
+        for key, (path, name, chunk) in borrowed:
+            source = opened[path] / f"{name}/{chunk}"
+            copies.append(_reference(source, checkpoint / key, transaction))
         for copy in copies:
             copy.result()

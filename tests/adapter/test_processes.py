@@ -96,6 +96,54 @@ def test_the_others_are_told_of_a_process_that_failed(run_of, failing):
             each.result()
 
 
+@pytest.mark.parametrize("failing", [0, 2])
+def test_nobody_waits_for_a_process_that_failed_in_what_comes_later(run_of, failing):
+    exchanges = run_of(3).exchanges()
+    exchanges[failing].fail("shares", StorageError("full"))
+    others = [each for n, each in enumerate(exchanges) if n != failing]
+    calls = [
+        lambda e=each: e.agree("samples", {"number": 0}, numbers, before="shares")
+        for each in others
+    ]
+    for each in together(*calls):
+        with pytest.raises(
+            StorageError, match=f"process {failing} could not write its share.*full"
+        ):
+            each.result()
+
+
+@pytest.mark.parametrize("past", [0, 2])
+def test_nobody_waits_for_a_process_that_went_on(run_of, past):
+    """It waits in turn, until another one says that it failed for that reason."""
+    exchanges = run_of(3).exchanges()
+
+    def first_asking(exchange):
+        try:
+            return exchange.agree("samples", {"number": 0}, numbers, before="shares")
+        except AdaCheckError as error:
+            exchange.fail("shares", error)
+            raise
+
+    calls = [
+        agreeing(each, n) if n == past else (lambda e=each: first_asking(e))
+        for n, each in enumerate(exchanges)
+    ]
+    told = messages(together(*calls))
+    assert all(f"3 processes did not decide alike: process {past}" in each for each in told), told
+
+
+def test_an_answer_is_read_though_process_0_went_on_meanwhile(run_of, monkeypatch):
+    first, second = run_of(2).exchanges()
+
+    def went_on(*_):
+        first.agree("samples", {"number": 0}, numbers, before="shares")
+        first.tell("shares", {})
+
+    monkeypatch.setattr(second, "_check", went_on)
+    answer = second.agree("samples", {"number": 1}, numbers, before="shares")
+    assert answer == {"numbers": [0, 1]}
+
+
 def test_what_storage_refuses_one_process_is_a_refusal_to_all(run_of):
     first, second = run_of(2).exchanges()
     assert first.refusal("shares") is None

@@ -381,3 +381,45 @@ def test_processes_that_differ_in_what_each_has_for_itself_are_told(tmp_path):
         assert told["steps"] == [1, 3]
         assert "leaf host: it lies on every process by itself" in told["message"]
         assert "processes 1 hold other bits than process 0" in told["message"]
+
+
+def told_by(tmp_path, mode, processes):
+    """What each process of a run of leaves that are equal says in the end."""
+    worker = "tests.end_to_end.equal_worker"
+    launch(mode, processes, tmp_path / "run", tmp_path / "out", 1, worker)
+    return [json.loads((tmp_path / f"out-{p}.json").read_text()) for p in range(processes)]
+
+
+@pytest.mark.slow
+def test_equal_leaves_of_different_processes_are_written_once_and_stock_orbax_reads_them(tmp_path):
+    told = told_by(tmp_path, "equal", 4)
+    assert told == [{"own": [True] * 3, "stock": [True] * 3}] * 4
+    base = base_of(tmp_path / "run", 0)
+    owners = {leaf.path: set(leaf.owners) for leaf in base.leaves}
+    assert owners["experts"] == {0, 1, 2, 3}
+    assert owners["embedding"] != owners["head"]
+    leaf_bytes = 64 * 512 * 4
+    # An embedding, the rest, and of the experts what one process has.
+    wanted = [(2 + 2) * leaf_bytes, (3 + 2 * 2) * leaf_bytes, (2 + 2) * leaf_bytes]
+    for step, size_bytes in enumerate(wanted):
+        assert size_bytes < new_bytes(tmp_path / "run", step) < size_bytes + 32768
+    paths = [leaf.path for leaf in base.leaves]
+    ((a, b),) = base.aliases
+    assert {paths[a], paths[b]} == {"embedding", "head"}
+    assert base_of(tmp_path / "run", 1).aliases == ()
+
+
+@pytest.mark.slow
+def test_a_process_that_fails_once_others_rely_on_it_fails_the_step_for_all(tmp_path):
+    for each in told_by(tmp_path, "failing", 4):
+        assert "no such luck" in each["told"]
+        assert each["steps"] == [1]
+        assert each["own"]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("process", [0, 2])
+def test_no_process_waits_for_one_that_writes_no_base(tmp_path, process):
+    for each in told_by(tmp_path, f"apart-{process}", 4):
+        assert "4 processes did not decide alike" in each["told"]
+        assert each["steps"] == [1]

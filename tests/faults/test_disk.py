@@ -157,7 +157,8 @@ def test_a_read_only_disk_is_told_at_once_and_training_goes_on(small_disk):
 
 
 @pytest.mark.parametrize(
-    "target", ["adacheck_jax.store.packs.writer.write_pack", "adacheck_jax.store.volumes.write"]
+    "target",
+    ["adacheck_jax.store.packs.writer.write_pack", "adacheck_jax.store.volumes.Volume.write"],
 )
 def test_a_root_that_vanishes_while_a_save_is_in_flight(tmp_path, monkeypatch, target):
     run = support.dict_run(mesh_of((2, 2)))

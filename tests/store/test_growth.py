@@ -15,6 +15,7 @@ from adacheck_jax.store.packs import arrays, reader, writer
 from adacheck_jax.store.storage import kvstore
 from adacheck_jax.store.storage.kvstore import KvStore
 from adacheck_jax.store.storage.location import Location
+from tests.support import write_volume
 
 CALLS = 20
 DTYPES = ("bool", "int4", "int8", "uint16", "float16", "bfloat16", "float32", "int64", "complex64")
@@ -66,11 +67,11 @@ def test_packs_in_memory_leave_nothing_behind():
 
 def test_volumes_leave_nothing_behind(tmp_path):
     pieces = [piece("a", np.arange(300.0)), piece("b", np.arange(300.0))]
-    volumes.write(tmp_path / "kept", pieces)
+    write_volume(tmp_path / "kept", pieces)
 
     def write_and_keep():
         names = f"{uuid.uuid4().hex}"
-        assert volumes.write(tmp_path / names, pieces) == {"b": "a"}
+        assert write_volume(tmp_path / names, pieces) == {"b": "a"}
         earlier = [("kept", tmp_path / "kept")]
         assert volumes.keep(earlier, pieces, tmp_path / f"{names}.kept") == {
             "a": "kept",
@@ -100,7 +101,7 @@ def test_a_store_is_specified_as_tensorstore_does(url, monkeypatch):
 def test_metadata_are_stored_as_tensorstore_writes_them(tmp_path, dtype, codec, shape):
     """What an array looks like to a reader that has never heard of this library."""
     given = piece("a", np.zeros(shape, dtype), codec)
-    volumes.write(tmp_path, [given])
+    write_volume(tmp_path, [given])
     context = ts.Context()
     spec = {"driver": "zarr3", "kvstore": "memory://a/", "metadata": given.metadata}
     ts.open(spec, create=True, context=context).result()

@@ -18,6 +18,7 @@ from adacheck_jax.store.storage.location import Location, at, located
 from adacheck_jax.store.storage.posix import Posix
 from tests import support
 from tests.format.test_manifest import A_BASE, A_DELTA
+from tests.support import write_volume
 
 
 @pytest.fixture(params=["memory", "directory"])
@@ -58,7 +59,7 @@ def test_volumes_are_merged_and_read_as_they_were_written(root):
             volumes.ArrayPiece(n, (60, 100), (20, 100), {Box.full((60, 100)): arrays[n]})
             for n in names
         ]
-        shared = volumes.write(item / folders.BASE / f"{process}", pieces)
+        shared = write_volume(item / folders.BASE / f"{process}", pieces)
         assert shared == ({"c": "a"} if process == 0 else {})
     volumes.merge(item, {f"{folders.BASE}/{process}": None for process in (0, 1)})
     for name, store in zip("abc", volume_reader.opened(item, "abc"), strict=True):

@@ -18,6 +18,7 @@ from adacheck_jax.store import volumes
 from adacheck_jax.store.storage.location import Location
 from adacheck_jax.store.volumes import ArrayPiece
 from tests.strategies import DTYPES, any_bits, cuts, shape_of
+from tests.support import write_volume
 
 STORABLE = [dtype for dtype in DTYPES if dtype != "uint4"]  # which a base stores as uint8
 
@@ -135,7 +136,7 @@ def test_stock_readers_read_what_was_written_and_merged(
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(volumes, "_MIN_SHARED_BYTES", shared_bytes)
         patch.setattr(volumes, "_TRANSACTION_BYTES", transaction_bytes)
-        aliases = volumes.write(directory / "base/0", parts)
+        aliases = write_volume(directory / "base/0", parts)
     check(directory / "base/0", arrays, parts)
     volumes.merge(directory, {"base/0": None})
     check(directory, arrays, parts)
@@ -154,7 +155,7 @@ def test_every_type_of_elements_is_stored(dtype, shape, tmp_path):
     array = noise(*shape, dtype=dtype)
     chunk_shape = tuple(-(-length // 2) for length in shape)
     parts = [part_of(name, array, chunk_shape) for name in "ab"]
-    volumes.write(tmp_path / "base/0", parts)
+    write_volume(tmp_path / "base/0", parts)
     volumes.merge(tmp_path, {"base/0": None})
     check(tmp_path, {"a": array, "b": array}, parts)
 
@@ -162,7 +163,7 @@ def test_every_type_of_elements_is_stored(dtype, shape, tmp_path):
 def test_an_array_is_read_after_its_volume_was_deleted_only_if_it_is_not_there(tmp_path):
     """A checkpoint refers to its volumes and does not copy them."""
     part = part_of("a", noise(4096))
-    volumes.write(tmp_path / "base/0", [part])
+    write_volume(tmp_path / "base/0", [part])
     before = size_of(tmp_path)
     volumes.merge(tmp_path, {"base/0": None})
     assert size_of(tmp_path) < before + 4096
@@ -174,7 +175,7 @@ def test_an_array_is_read_after_its_volume_was_deleted_only_if_it_is_not_there(t
 def test_a_checkpoint_can_be_moved(tmp_path):
     array = noise(4096)
     part = part_of("a", array)
-    volumes.write(tmp_path / "before/base/0", [part])
+    write_volume(tmp_path / "before/base/0", [part])
     volumes.merge(tmp_path / "before", {"base/0": None})
     (tmp_path / "before").rename(tmp_path / "after")
     check(tmp_path / "after", {"a": array}, [part])
@@ -182,7 +183,7 @@ def test_a_checkpoint_can_be_moved(tmp_path):
 
 def test_a_damaged_chunk_is_an_error_to_every_reader(tmp_path):
     array = noise(4096)
-    volumes.write(tmp_path, [part_of("a", array)])
+    write_volume(tmp_path, [part_of("a", array)])
     flip(tmp_path, array[1000:1010].tobytes())
     with pytest.raises(ValueError, match="DATA_LOSS"):
         stock(tmp_path, "a").read().result()
@@ -207,7 +208,7 @@ def test_equal_chunks_are_stored_once(tmp_path):
     parts = [part_of(name, array, (4, 4096)) for name in "abc"]
     parts.append(part_of("flat", array.reshape(-1), (4 * 4096,)))
     parts.append(part_of("half", array[4:], (4, 4096)))
-    aliases = volumes.write(tmp_path, parts)
+    aliases = write_volume(tmp_path, parts)
     assert aliases == {"b": "a", "c": "a"}  # the others share chunks, but are not equal to it
     assert size_of(tmp_path) < array.nbytes + 8192
     arrays = dict.fromkeys("abc", array)
@@ -217,7 +218,7 @@ def test_equal_chunks_are_stored_once(tmp_path):
 def test_equal_chunks_of_one_array_are_stored_once_and_it_is_its_own(tmp_path):
     array = np.tile(noise(4096), 6)
     part = part_of("a", array, (4096,))
-    assert volumes.write(tmp_path, [part]) == {}
+    assert write_volume(tmp_path, [part]) == {}
     assert size_of(tmp_path) < array.nbytes / 6 + 4096
     check(tmp_path, {"a": array}, [part])
 
@@ -227,7 +228,7 @@ def test_an_array_with_a_chunk_of_its_own_or_of_a_third_one_is_no_alias(tmp_path
     mixed, own = np.concatenate([a[:4096], b[:4096]]), np.concatenate([a[:4096], changed(b[:4096])])
     arrays = {"a": a, "b": b, "mixed": mixed, "own": own}
     parts = [part_of(name, array, (4096,)) for name, array in arrays.items()]
-    assert volumes.write(tmp_path, parts) == {}
+    assert write_volume(tmp_path, parts) == {}
     assert size_of(tmp_path) < a.nbytes + b.nbytes + 4096 * 4 + 8192
     check(tmp_path, arrays, parts)
 
@@ -236,7 +237,7 @@ def test_equal_bits_of_other_types_are_not_called_equal(tmp_path):
     array = noise(4096)
     arrays = {"a": array, "b": array.view(np.int32), "c": array.view(np.complex64)}
     parts = [part_of(name, each) for name, each in arrays.items()]
-    assert volumes.write(tmp_path, parts) == {}
+    assert write_volume(tmp_path, parts) == {}
     check(tmp_path, arrays, parts)
 
 
@@ -244,7 +245,7 @@ def test_equal_bits_of_other_types_are_not_called_equal(tmp_path):
 def test_small_chunks_are_not_referred_to(count, is_shared, tmp_path):
     array = noise(count)
     parts = [part_of("a", array), part_of("b", array)]
-    assert volumes.write(tmp_path, parts) == ({"b": "a"} if is_shared else {})
+    assert write_volume(tmp_path, parts) == ({"b": "a"} if is_shared else {})
     check(tmp_path, {"a": array, "b": array}, parts)
 
 
@@ -259,7 +260,7 @@ def test_chunks_at_the_edge_are_shared_only_with_such_that_are_filled_up_alike(t
     }
     chunks = {"a": 100, "b": 90, "c": 100, "whole": 64}
     parts = [part_of(name, array, (chunks[name],)) for name, array in arrays.items()]
-    volumes.write(tmp_path, parts)
+    write_volume(tmp_path, parts)
     check(tmp_path, arrays, parts)
 
 
@@ -267,7 +268,7 @@ def test_chunks_of_several_axes_at_the_edge(tmp_path):
     array = noise(40, 60)
     arrays = {"a": array, "b": array.copy(), "c": np.zeros_like(array)}
     parts = [part_of(name, each, (18, 40)) for name, each in arrays.items()]
-    assert volumes.write(tmp_path, parts) == {"b": "a"}
+    assert write_volume(tmp_path, parts) == {"b": "a"}
     check(tmp_path, arrays, parts)
 
 
@@ -277,7 +278,7 @@ def test_a_chunk_that_refers_to_one_whose_key_begins_other_keys_brings_none_of_t
     second[200:300] = first[100:200]
     second[300:400] = first[200:300]
     parts = [part_of(name, each, (100,)) for name, each in (("a", first), ("b", second))]
-    assert volumes.write(tmp_path, parts) == {}
+    assert write_volume(tmp_path, parts) == {}
     check(tmp_path, {"a": first, "b": second}, parts)
 
 
@@ -285,7 +286,7 @@ def test_signs_of_zero_and_bits_of_nan_are_not_lost_to_an_equal_chunk(tmp_path):
     bits = [0, 0x80000000, 0x7FC00000, 0x7FC00001, 0xFFC00000, 0x7F800001]
     arrays = {f"{each:x}": np.full(4096, each, np.uint32).view(np.float32) for each in bits}
     parts = [part_of(name, array) for name, array in arrays.items()]
-    assert volumes.write(tmp_path, parts) == {}
+    assert write_volume(tmp_path, parts) == {}
     check(tmp_path, arrays, parts)
 
 
@@ -293,7 +294,7 @@ def test_arrays_of_zeros_are_stored(tmp_path):
     """A chunk that is not there is taken for damage."""
     zeros = np.zeros((4, 600), np.float32)
     parts = [part_of("a", zeros, (2, 600)), part_of("small", zeros[:1, :3])]
-    volumes.write(tmp_path, parts)
+    write_volume(tmp_path, parts)
     check(tmp_path, {"a": zeros, "small": zeros[:1, :3]}, parts)
 
 
@@ -304,7 +305,7 @@ def test_no_transaction_holds_more_than_its_share_unless_one_array_does(monkeypa
 
     def noted(chunks):
         for batch in batches(chunks):
-            own = [sum(c.data.nbytes for c in each if c.is_own) for each in batch]
+            own = [sum(c.data.nbytes for c in each if c.is_written) for each in batch]
             sizes.append(own)
             yield batch
 
@@ -313,7 +314,7 @@ def test_no_transaction_holds_more_than_its_share_unless_one_array_does(monkeypa
     arrays = {f"{i}": noise(n, seed=i) for i, n in enumerate(lengths) if n}
     arrays["copy"] = arrays["4"].copy()  # referred to, so that it counts for nothing
     parts = [part_of(name, array) for name, array in arrays.items()]
-    assert volumes.write(tmp_path, parts) == {"copy": "4"}
+    assert write_volume(tmp_path, parts) == {"copy": "4"}
     assert sizes == [[2000, 4000, 3600], [4400], [20000], [40, 4800, 0]]
     check(tmp_path, arrays, parts)
 
@@ -336,7 +337,7 @@ def test_volumes_of_several_processes_make_one_array(each, data, tmp_path_factor
     for process, blocks in enumerate(own):
         parts = [ArrayPiece("shared", shape, chunk_shape, blocks)] if blocks else []
         parts.append(part_of(f"own{process}", other))
-        volumes.write(directory / f"base/{process}", parts)
+        write_volume(directory / f"base/{process}", parts)
     volumes.merge(directory, {f"base/{process}": None for process in range(3)})
     whole = [part_of("shared", array, chunk_shape)]
     whole += [part_of(f"own{process}", other) for process in range(3)]
@@ -346,7 +347,7 @@ def test_volumes_of_several_processes_make_one_array(each, data, tmp_path_factor
 def test_what_a_process_did_not_write_is_missing_and_not_zero(tmp_path):
     array = noise(8, 64)
     half = ArrayPiece("a", (8, 64), (4, 64), {Box((0, 0), (4, 64)): array[:4]})
-    volumes.write(tmp_path / "base/0", [half])
+    write_volume(tmp_path / "base/0", [half])
     volumes.merge(tmp_path, {"base/0": None})
     store = stock(tmp_path, "a")
     assert np.asarray(store[:4].read().result()).tobytes() == array[:4].tobytes()
@@ -357,9 +358,9 @@ def test_what_a_process_did_not_write_is_missing_and_not_zero(tmp_path):
 def test_a_merge_with_names_takes_these_alone(tmp_path):
     arrays = {name: noise(600, seed=i) for i, name in enumerate(["a", "ab", "a.b", "b", "c"])}
     parts = {name: part_of(name, array, (200,)) for name, array in arrays.items()}
-    volumes.write(tmp_path / "base/0", list(parts.values()))
+    write_volume(tmp_path / "base/0", list(parts.values()))
     newer = {"ab": noise(600, seed=9), "c": noise(600, seed=10)}
-    volumes.write(tmp_path / "base/1", [part_of(n, array, (200,)) for n, array in newer.items()])
+    write_volume(tmp_path / "base/1", [part_of(n, array, (200,)) for n, array in newer.items()])
     volumes.merge(tmp_path, {"base/0": ["a", "b"], "base/1": None})
     taken = ["a", "b", "ab", "c"]
     check(tmp_path, {**arrays, **newer}, [parts[name] for name in taken])
@@ -372,7 +373,7 @@ def test_a_merge_with_names_takes_these_alone(tmp_path):
 def former(tmp_path):
     """A volume of an earlier base: arrays a, b, c, of one size."""
     arrays = {name: noise(40, 100, seed=i) for i, name in enumerate("abc")}
-    volumes.write(tmp_path / "old", parts_of(arrays))
+    write_volume(tmp_path / "old", parts_of(arrays))
     return arrays
 
 
@@ -393,7 +394,7 @@ def merged(root, kept, arrays):
     rest = {name: array for name, array in arrays.items() if name not in kept}
     contents: dict = {}
     if rest:
-        volumes.write(root / "new/base/0", parts_of(rest))
+        write_volume(root / "new/base/0", parts_of(rest))
         contents["base/0"] = None
     for name, volume in kept.items():
         contents.setdefault(f"kept/{volume}", []).append(name)
@@ -427,7 +428,7 @@ def test_an_array_of_which_a_bit_changed_is_never_kept(former, place, bit, tmp_p
 @pytest.mark.parametrize(("was", "is_"), [(0.0, -0.0), (-0.0, 0.0)])
 def test_a_zero_of_other_sign_is_a_change(was, is_, tmp_path):
     arrays = {name: np.full((40, 100), was, np.float32) for name in "ab"}
-    volumes.write(tmp_path / "old", parts_of(arrays))
+    write_volume(tmp_path / "old", parts_of(arrays))
     arrays["b"] = np.full((40, 100), is_, np.float32)
     assert keep(tmp_path, arrays) == {"a": "7.0"}
 
@@ -448,7 +449,7 @@ def test_an_array_of_another_type_shape_or_cut_is_not_kept(former, tmp_path):
 def test_only_the_boxes_that_a_process_holds_are_compared(former, tmp_path):
     upper = {Box((0, 0), (20, 100)): former["a"][:20]}
     mine = ArrayPiece("a", (40, 100), (20, 100), upper)
-    volumes.write(tmp_path / "mine", [mine])  # the other half was another process's
+    write_volume(tmp_path / "mine", [mine])  # the other half was another process's
     assert volumes.keep([("7.0", tmp_path / "mine")], [mine], tmp_path / "x") == {"a": "7.0"}
     whole = part_of("a", former["a"], (20, 100))
     assert volumes.keep([("7.0", tmp_path / "mine")], [whole], tmp_path / "y") == {}
@@ -457,7 +458,7 @@ def test_only_the_boxes_that_a_process_holds_are_compared(former, tmp_path):
 def test_a_chunk_that_is_missing_is_not_taken_for_zeros(tmp_path):
     zeros = np.zeros((40, 100), np.float32)
     upper = ArrayPiece("a", (40, 100), (20, 100), {Box((0, 0), (20, 100)): zeros[:20]})
-    volumes.write(tmp_path / "old", [upper])
+    write_volume(tmp_path / "old", [upper])
     assert keep(tmp_path, {"a": zeros}) == {}
 
 
@@ -487,7 +488,7 @@ def test_a_volume_of_which_too_little_is_still_right_is_let_go(former, which, is
 
 
 def test_an_array_is_taken_from_the_latest_volume_that_has_it(former, tmp_path):
-    volumes.write(tmp_path / "older", parts_of({**former, "d": noise(40, 100, seed=4)}))
+    write_volume(tmp_path / "older", parts_of({**former, "d": noise(40, 100, seed=4)}))
     arrays = {**former, "d": noise(40, 100, seed=4)}
     earlier = [("7.0", tmp_path / "old"), ("3.0", tmp_path / "older")]
     parts = parts_of(arrays)
@@ -510,7 +511,7 @@ def test_a_volume_that_is_kept_is_kept_again(former, tmp_path):
 
 def test_equal_chunks_are_kept_with_what_they_refer_to(tmp_path):
     arrays = {name: noise(40, 100) for name in "abc"}
-    volumes.write(tmp_path / "old", parts_of(arrays))
+    write_volume(tmp_path / "old", parts_of(arrays))
     arrays["a"] = changed(arrays["a"])  # to which the others refer
     kept = keep(tmp_path, arrays)
     assert kept == {"b": "7.0", "c": "7.0"}
@@ -520,7 +521,7 @@ def test_equal_chunks_are_kept_with_what_they_refer_to(tmp_path):
 def test_an_array_whose_name_begins_a_path_to_another_is_written_again(tmp_path):
     """Taken out of a volume by its name, it would bring along the other one as it was."""
     arrays = {name: noise(40, 100, seed=i) for i, name in enumerate(["a", "a/b", "c", "a.d", "ab"])}
-    volumes.write(tmp_path / "old", parts_of(arrays))
+    write_volume(tmp_path / "old", parts_of(arrays))
     arrays["a/b"] = changed(arrays["a/b"])
     kept = keep(tmp_path, arrays)
     assert kept == dict.fromkeys(["c", "a.d", "ab"], "7.0")
@@ -541,7 +542,7 @@ def test_a_volume_that_vanished_is_not_kept_and_nothing_is_raised(former, vanish
     merged(tmp_path, kept, former)
 
 
-@pytest.mark.parametrize("step", ["_names", "adopt", "_holds"])
+@pytest.mark.parametrize("step", ["_keys", "adopt", "_holds"])
 def test_a_volume_that_vanishes_meanwhile_is_not_kept(former, step, monkeypatch, tmp_path):
     owner = Location if step == "adopt" else volumes
     before = getattr(owner, step)
@@ -589,7 +590,7 @@ def test_no_damage_of_a_volume_is_ever_kept_or_raised(how, tmp_path):
     def parts():
         return [part_of(name, array, (1, 100)) for name, array in arrays.items()]
 
-    volumes.write(tmp_path / "old", parts())
+    write_volume(tmp_path / "old", parts())
     let_go, number = 0, itertools.count()
     for path in data_files(tmp_path / "old"):
         original = path.read_bytes()

@@ -12,9 +12,8 @@ import dataclasses
 import hashlib
 import json
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
 
 from adacheck_jax.errors import IntegrityError, MismatchError, first_line
 from adacheck_jax.format.boxes import Blocks
@@ -28,26 +27,22 @@ from adacheck_jax.format.manifest import (
     Replaced,
     Update,
 )
-from adacheck_jax.store import links, volume_reader, volumes, zarr
+from adacheck_jax.store import links, volume_reader, zarr
 from adacheck_jax.store.base_writer import (
     ArrayLayout,
     BaseWriter,
     EarlierBase,
     Name,
     agreed,
+    merge,
     seldom_changed,
 )
+from adacheck_jax.store.sharing import Agree, Report
 from adacheck_jax.store.steps import manifest_file
 from adacheck_jax.store.steps.lineage import Lineage
 from adacheck_jax.store.steps.roots import TREE_METADATA
 from adacheck_jax.store.storage.location import AnyPath, Location, at
 from adacheck_jax.store.zarr import Compression
-
-Report = dict[str, Any]
-"""Account that one process gives the others, as JSON."""
-Agree = Callable[[str, Report, Callable[[Sequence[Report]], Report]], Report]
-"""Posts this process's report on a topic, and waits for the answer of process 0, which a function
-makes of the reports of all. The answer is the same in all; what that function raises, all raise."""
 
 BEGIN, WRITTEN = "begin", "written"
 """Topics: the directory is empty; every process has written its part."""
@@ -109,7 +104,7 @@ def write(
     """
     draft = _drafted(lineage)
     _check_blocks(draft, blocks)
-    own = _write_part(draft, directory, blocks, team.process, earlier_sums)
+    own = _write_part(draft, directory, blocks, team, earlier_sums)
     made: list[BaseManifest] = []
 
     def judge(reports: Sequence[Report]) -> Report:
@@ -141,7 +136,7 @@ def _write_part(
     draft: _Draft,
     directory: Location,
     blocks: Mapping[int, Blocks],
-    process: int,
+    team: Team,
     earlier_sums: Mapping[int, int] | None,
 ) -> Report:
     """Writes the arrays of which this process has boxes."""
@@ -159,7 +154,8 @@ def _write_part(
     if update := base.update:
         seldom = seldom_changed(leaves, update.explained.union(update.consumed, update.counts))
     writer = BaseWriter(leaves, own, earlier, seldom, draft.compression)
-    report = writer.write(directory, process, sums, ArrayLayout(draft.names))
+    layout = ArrayLayout(draft.names)
+    report = writer.write(directory, team.process, sums, layout, team.agree)
     sizes = [sum(box.size for box in own.get(i, ())) for i in draft.stored]
     return report | {"sums": [*sums.values()], "sizes": sizes}
 
@@ -169,10 +165,7 @@ def _completed(
 ) -> BaseManifest:
     """Makes a base of the parts that all processes have written; the manifest comes last."""
     delta, lineage = draft.delta, draft.lineage
-    contents: dict[str, Sequence[str] | None] = {}
-    for report in reports:
-        contents |= report["volumes"]
-    volumes.merge(directory, contents)
+    merge(directory, reports)
     for name, data in draft.files.items():
         (directory / name).write(data)
     directory.sync(*(directory / name for name in draft.files))

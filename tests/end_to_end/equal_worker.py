@@ -1,0 +1,132 @@
+"""One process of a run whose leaves are equal, though different processes own them.
+
+Usage: equal_worker.py MODE PROCESS PROCESSES PORT ROOT OUT DEVICES
+
+MODE is equal: bases of which the second has other values, of which fewer are equal; or failing: the
+last process cannot write, once the processes have told each other what is equal; or apart-PROCESS:
+that process writes a base where the others write a delta.
+"""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+from tests.one_process import own  # isort: skip
+
+import jax
+import numpy as np
+import orbax.checkpoint as ocp
+from jax.sharding import NamedSharding, PartitionSpec
+
+import adacheck_jax as adacheck
+from adacheck_jax.store import volumes
+from tests import support
+
+SHAPE = (64, 512)
+
+
+def arrays(seed: int, *, all_equal: bool) -> dict[str, np.ndarray]:
+    """Tied leaves and copies of an expert; else one bit of each second one is another."""
+    noise = np.random.default_rng(seed).standard_normal((3, *SHAPE)).astype(np.float32)
+    found = {"embedding": noise[0], "head": noise[0].copy(), "rest": noise[1]}
+    found["experts"] = np.repeat(noise[2:], 8, 0)
+    if not all_equal:
+        found["head"].view(np.uint32)[-1, -1] ^= 1
+        found["experts"].view(np.uint32)[4:, 0, 0] ^= 1
+    return found
+
+
+def placed(values: dict[str, np.ndarray]) -> dict[str, jax.Array]:
+    """Each expert lies on one device, and all else on every one."""
+    mesh = support.mesh_of((jax.device_count(),))
+    specs = {"experts": PartitionSpec("data")}
+    return {
+        name: jax.make_array_from_callback(
+            each.shape, NamedSharding(mesh, specs.get(name, PartitionSpec())), each.__getitem__
+        )
+        for name, each in values.items()
+    }
+
+
+def same(found: Any, state: dict[str, jax.Array]) -> bool:
+    """True if this process's shards hold the same bits."""
+    return all(
+        np.asarray(a.data).tobytes() == np.asarray(b.data).tobytes()
+        for name in state
+        for a, b in zip(found[name].addressable_shards, state[name].addressable_shards, strict=True)
+    )
+
+
+def equal() -> dict[str, Any]:
+    """Saves bases; stock Orbax and this library restore each."""
+    states = [placed(arrays(n, all_equal=n != 1)) for n in range(3)]
+    with support.manager_of(own.root, adacheck.AdaCheckHandler()) as manager:
+        for step, state in enumerate(states):
+            manager.save(step, args=adacheck.SaveArgs(state))
+        manager.wait_until_finished()
+        restored = [
+            manager.restore(step, args=adacheck.RestoreArgs(support.abstract(state)))
+            for step, state in enumerate(states)
+        ]
+    stock = [
+        ocp.StandardCheckpointer().restore(
+            Path(own.root, str(step), "default"),
+            jax.tree.map(ocp.utils.to_shape_dtype_struct, state),
+        )
+        for step, state in enumerate(states)
+    ]
+    return {
+        "own": [*map(same, restored, states)],
+        "stock": [*map(same, stock, states)],
+    }
+
+
+def failing() -> dict[str, Any]:
+    """A process fails behind the exchange; all learn of it, and the next step is saved."""
+    write, calls = volumes.Volume.write, []
+
+    def refused(*arguments: Any) -> None:
+        calls.append(arguments)
+        if len(calls) == 1:
+            raise RuntimeError("no such luck")
+        write(*arguments)
+
+    if own.process == own.processes - 1:
+        volumes.Volume.write = refused
+    states = [placed(arrays(n, all_equal=True)) for n in range(2)]
+    told = ""
+    with support.manager_of(own.root, adacheck.AdaCheckHandler()) as manager:
+        for step, state in enumerate(states):
+            try:
+                manager.save(step, args=adacheck.SaveArgs(state))
+                manager.wait_until_finished()
+            except Exception as error:
+                told = str(error)
+        steps = [*manager.all_steps(read=True)]
+        restored = manager.restore(steps[-1], args=adacheck.RestoreArgs(support.abstract(state)))
+    return {"told": told, "steps": steps, "own": same(restored, states[steps[-1]])}
+
+
+def apart() -> dict[str, Any]:
+    """One process has another option than the others."""
+    run = support.dict_run(support.mesh_of((jax.device_count() // 2, 2)))
+    is_apart = own.process == int(own.mode.split("-")[1])
+    handler = adacheck.AdaCheckHandler(run.recorder, max_deltas=0 if is_apart else 20)
+    told = ""
+    with support.manager_of(own.root, handler) as manager:
+        for step in (1, 2):
+            run.advance()
+            try:
+                manager.save(step, args=adacheck.SaveArgs(run.state))
+                manager.wait_until_finished()
+            except Exception as error:
+                told = str(error)
+        steps = [*manager.all_steps(read=True)]
+    return {"told": told, "steps": steps}
+
+
+if __name__ == "__main__":
+    result = {"equal": equal, "failing": failing}.get(own.mode, apart)()
+    Path(f"{own.out}-{own.process}.json").write_text(json.dumps(result))
