@@ -36,7 +36,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 import adacheck_jax as adacheck
 from adacheck_jax.device import transfer
-from adacheck_jax.proof.journal import Journal
+from adacheck_jax.proof.files.journal import Journal
 from tests import support
 from tests.campaigns.crashes import compile_once
 

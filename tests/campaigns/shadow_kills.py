@@ -36,7 +36,7 @@ import orbax.checkpoint as ocp
 from etils import epath
 
 import adacheck_jax as adacheck
-from adacheck_jax.proof.journal import Journal
+from adacheck_jax.proof.files.journal import Journal
 from adacheck_jax.update.elements import host_fold
 from tests.campaigns import command
 from tests.campaigns.crashes import Child, compile_once, digest, fork
