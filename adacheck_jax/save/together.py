@@ -7,7 +7,6 @@ What is not whole at any of these points is refused, and storage serves: never a
 
 from __future__ import annotations
 
-import hashlib
 import logging
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -201,8 +200,7 @@ def _brought(
     structure: Structure, files: Sequence[_File], choice: Choice, peers: Together
 ) -> _Parts:
     """What this process has of the step, and who gives which box."""
-    blocks, held, records = dict[int, Blocks](), list[Boxes](), list[Recorded]()
-    heads = set[str]()
+    blocks, held, found_records = dict[int, Blocks](), list[Boxes](), list[Sequence[Recorded]]()
     for each in files:
         offered = [x for x in each.offer.steps if x.step == choice.step]
         if each.offer.run != choice.run or not offered:
@@ -213,11 +211,8 @@ def _brought(
             _log.warning("%s: its part of the state is not taken: %s", each.path, error)
             continue
         held.append(good)
-        _join(blocks, good, found.blocks)
-        heads.add(repr([(x.updates, x.unreplayed, x.stored) for x in found.records]))
-        records = records or [replace(each, blocks={}) for each in found.records]
-        for into, own in zip(records, found.records, strict=False):
-            _join(into.blocks, good, own.blocks)
+        _join(blocks, _of_boxes(good, found.blocks))
+        found_records.append([replace(x, blocks=_of_boxes(good, x.blocks)) for x in found.records])
     sizes = [leaf.nbytes // leaf.itemsize_bytes for leaf in structure.leaves]
 
     def judge(reports: Sequence[Report]) -> Report:
@@ -229,10 +224,12 @@ def _brought(
         if lost:
             path = structure.leaves[lost[0]].path
             return {"why": f"step {choice.step}: no whole copy of {path} is left"}
-        if len({x for each in reports for x in each["heads"]}) > 1:
+        heads = [x for each in reports for x in each["heads"]]
+        if any(each != heads[0] for each in heads):
             return {"why": f"step {choice.step}: its files have other records"}
         chosen = agreement.givers(every)
         return {
+            "heads": heads[0],
             "givers": [
                 [giver, holdings.to_json({i: (box,)})]
                 for i, boxes in chosen.items()
@@ -240,8 +237,8 @@ def _brought(
             ],
         }
 
-    digests = [hashlib.sha256(each.encode()).hexdigest() for each in sorted(heads)]
-    own = {"held": [Held(x).to_json() for x in held], "heads": digests}
+    heads = [[x.head for x in each] for each in found_records]
+    own = {"held": [Held(x).to_json() for x in held], "heads": heads}
     answer = peers.agree("held", own, judge)
     if "why" in answer:
         raise ShadowFileError(answer["why"])
@@ -249,13 +246,22 @@ def _brought(
     for giver, told in answer["givers"]:
         for i, (box,) in holdings.of_json(told).items():
             givers.setdefault(i, {})[box] = giver
+    records = [Recorded.of(head, {}) for head in answer["heads"]]
+    for each in found_records:
+        for into, own in zip(records, each, strict=True):
+            _join(into.blocks, own.blocks)
     return _Parts(blocks, records, givers)
 
 
-def _join(into: Any, boxes: Boxes, found: Mapping[int, Blocks]) -> None:
-    """Adds the blocks of some boxes of the leaves that are there."""
-    for i in boxes.keys() & found.keys():
-        into.setdefault(i, {}).update({box: found[i][box] for box in boxes[i]})
+def _of_boxes(boxes: Boxes, found: Mapping[int, Blocks]) -> dict[int, Blocks]:
+    """The blocks of some boxes, of the leaves that are there."""
+    return {i: {box: found[i][box] for box in boxes[i]} for i in boxes.keys() & found.keys()}
+
+
+def _join(into: Any, found: Mapping[int, Blocks]) -> None:
+    """Adds blocks."""
+    for i, own in found.items():
+        into.setdefault(i, {}).update(own)
 
 
 def _resumed(file: _File, offered: OfferedStep) -> tuple[Boxes, Found]:

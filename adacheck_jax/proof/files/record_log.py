@@ -9,6 +9,7 @@ is, makes it the file's.
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping, Sequence
+from dataclasses import replace
 from mmap import PAGESIZE
 from typing import Any
 
@@ -33,7 +34,6 @@ from adacheck_jax.update.elements.host_fold import UnfitError, fill
 
 LEAST_RECORDS = 8
 """Records that have to fit behind a state: each time that they are there a base is due."""
-_HEAD = ("updates", "unreplayed", "stored")
 _IN_FLIGHT = 4
 """Steps that may be on their way when it is said that no more fit."""
 
@@ -127,8 +127,8 @@ class RecordLog(StepFile):
             ShadowFileError: there is no room for it.
         """
         leaves = [i for i in change.stored if i in self._boxes]
-        told = change.updates, sorted(change.unreplayed), change.stored
-        head = framed(dict(zip(_HEAD, told, strict=True)))
+        told = Recorded(change.updates, tuple(sorted(change.unreplayed)), change.stored, {})
+        head = framed({"head": told.head})
         begin = self._end + _aligned(len(head))
         places, end = self._lay_out(leaves, begin)
         if end > len(self.file.data):
@@ -193,10 +193,10 @@ class RecordLog(StepFile):
         while self._end < header["end"]:
             head, head_bytes = unframed(self.file.data[self._end :])
             begin = self._end + _aligned(head_bytes)
-            updates, unreplayed, stored = (tuple(head[name]) for name in _HEAD)
-            leaves = [i for i in stored if i in self._boxes]
+            told = Recorded.of(head["head"], {})
+            leaves = [i for i in told.stored if i in self._boxes]
             places, self._end = self._lay_out(leaves, begin)
-            records.append(Recorded(updates, unreplayed, stored, self._views(places)))
+            records.append(replace(told, blocks=self._views(places)))
         return Found(header["step"], self.state, header["sums"], records=records)
 
 
@@ -206,4 +206,4 @@ def _aligned(nbytes: int) -> int:
 
 def _head_bytes(leaves: Sequence[int]) -> int:
     """Bytes that tell what a step stores, about."""
-    return _aligned(len(framed(dict.fromkeys(_HEAD, leaves))))
+    return _aligned(len(framed({"head": [[], [], [*leaves]]})))

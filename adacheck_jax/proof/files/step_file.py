@@ -156,6 +156,17 @@ class Recorded:
     stored: tuple[int, ...]
     blocks: Mapping[int, Blocks]
 
+    @property
+    def head(self) -> list[list[int]]:
+        """All but the blocks, as JSON."""
+        return [[*self.updates], [*self.unreplayed], [*self.stored]]
+
+    @classmethod
+    def of(cls, head: Sequence[Sequence[int]], blocks: Mapping[int, Blocks]) -> Recorded:
+        """The step of a :attr:`head`."""
+        updates, unreplayed, stored = map(tuple, head)
+        return cls(updates, unreplayed, stored, blocks)
+
 
 class StepChange(Protocol):
     """A step as it changes the state before it, once its update counters are known."""
