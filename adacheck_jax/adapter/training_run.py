@@ -24,6 +24,7 @@ from adacheck_jax.adapter import directories, inputs, processes
 from adacheck_jax.adapter.arguments import KEPT, RestoreArgs, RestoreInfo, SaveArgs
 from adacheck_jax.adapter.memory.gate import Neighbours
 from adacheck_jax.adapter.memory.recovery import RecoveringProcesses, found_files
+from adacheck_jax.adapter.memory.replaying import replay
 from adacheck_jax.adapter.reports import Announcer, OnSave, SaveReport, report_of
 from adacheck_jax.adapter.restoring import StepRestorer, resolve, stock_info
 from adacheck_jax.adapter.share_future import ShareFuture
@@ -36,8 +37,8 @@ from adacheck_jax.errors import AdaCheckError, storage_named
 from adacheck_jax.format.manifest import DeltaManifest
 from adacheck_jax.format.one_process import OneProcess
 from adacheck_jax.plan.options import Options
-from adacheck_jax.proof.journal import FilePlace
-from adacheck_jax.proof.shadow_file import ShadowFileError
+from adacheck_jax.proof.files.shadow_file import ShadowFileError
+from adacheck_jax.proof.files.step_file import FilePlace
 from adacheck_jax.save import commit
 from adacheck_jax.save.attempt import SHARES, Exchange
 from adacheck_jax.save.one_save import Save
@@ -332,9 +333,9 @@ class TrainingRun:
             known = _newest(there, name or None)
             saver = self._saver_of(Place((there, name or None), None))
             if jax.process_count() == 1 and not any(each.place.run for each in found):
-                step, state = saver.recover(abstract_state, known)
+                step, state = saver.recover(abstract_state, known, replay)
             else:
-                step, state = saver.recover_together(abstract_state, known, found, peers)
+                step, state = saver.recover_together(abstract_state, known, found, peers, replay)
             saver.note("recover_s", self._clock() - begin_s)
         except ShadowFileError as error:
             _log.warning(

@@ -131,8 +131,8 @@ def _followed(
         return unplanned("the sharding of the state changed, or its update did")
     if decision.kind == "replay" and not parent.has_witness:
         return Decision("base", "the step before is not known here well enough to check")
-    if decision.kind == "replay" and situation.is_shadow_beyond:
-        return Decision("base", "the shadow followed another step")
+    if decision.kind == "replay" and situation.shadow_problem:
+        return Decision("base", situation.shadow_problem)
     return decision
 
 

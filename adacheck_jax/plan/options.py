@@ -36,6 +36,10 @@ class Shadow:
             there, and the file stays when training ends: remove the directory then. The file holds
             a whole state and two records; each of several processes has a file of its own, with
             what it writes of a base, and copies.
+        records: True to keep in the directory the last base and what each step since it brought,
+            which devices replay at a recovery, in place of a state that the host computes. None for
+            that where the host turns out to compute other bits than the devices, or cannot compute
+            the update. When ``bytes`` are used up a process alone saves a base.
         copies: number of other failure domains in whose memory what a process writes of a base is
             kept too, where devices of theirs hold it anyway (data parallelism) and where there are
             so many; 0 for none. What lies on devices of one domain alone has no copy.
@@ -52,12 +56,13 @@ class Shadow:
 
     Raises:
         ValueError: ``bytes`` is not positive, ``copies`` negative, ``domain`` no name,
-            ``directory`` no directory of this machine, another value is not True or False, or a
-            copy on the devices has ``bytes`` or a ``directory``.
+            ``directory`` no directory of this machine, another value is not True or False, there
+            are ``records`` without a directory, or a copy on the devices has ``bytes`` or one.
     """
 
     bytes: int | None = None
     directory: AnyPath | str | None = None
+    records: Literal[True] | None = None
     copies: int = 1
     domain: str | None = None
     background_bases: bool = True
@@ -75,6 +80,11 @@ class Shadow:
                 raise ValueError(
                     f"expected Shadow({name}=...) to be True or False, found {value!r}"
                 )
+        if self.records not in (None, True) or (self.records and directory is None):
+            raise ValueError(
+                "expected Shadow(records=...) to be None, or True with a directory, found "
+                f"records={self.records!r} and directory={directory!r}"
+            )
         if not isinstance(self.copies, int) or isinstance(self.copies, bool) or self.copies < 0:
             raise ValueError(
                 f"expected Shadow(copies=...) to be an int >= 0, found {self.copies!r}"

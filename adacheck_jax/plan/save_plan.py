@@ -180,7 +180,7 @@ def speculate(situation: Situation, options: Options) -> SavePlan | None:
         or lineage is None
         or lineage.problem
         or situation.is_full
-        or situation.is_shadow_beyond
+        or situation.shadow_problem
     ):
         return None
     return _planned(situation, one_update(situation.structure, "one update"), options)
@@ -213,8 +213,8 @@ def plan_deferred(
         return "the restored step has another tree, update, or other shardings"
     if not parent.has_witness:
         return "the step before is not known well enough to check the update"
-    if situation.is_shadow_beyond:
-        return "the shadow followed another step"
+    if situation.shadow_problem:
+        return situation.shadow_problem
     if not is_away and parent.depth + 2 > situation.longest_lineage:
         return f"the lineage would be longer than max_deltas={situation.longest_lineage}"
     if not situation.keeps_ancestors:

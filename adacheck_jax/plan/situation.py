@@ -109,7 +109,7 @@ class Situation:
         longest_lineage: number of deltas that may follow the base, as the schedule has it now.
         makes_bases: True if a delta can become a base in the background. Until it is one, the
             lineage may grow to twice that length.
-        is_shadow_beyond: True if the shadow followed another step, and cannot go back.
+        shadow_problem: reason why the shadow cannot follow a delta; empty for none.
     """
 
     step: int | None
@@ -126,7 +126,7 @@ class Situation:
     is_checker_ready: bool
     longest_lineage: int
     makes_bases: bool = False
-    is_shadow_beyond: bool = False
+    shadow_problem: str = ""
 
     @property
     def most_deltas(self) -> int:

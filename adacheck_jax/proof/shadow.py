@@ -24,23 +24,33 @@ import jax
 
 from adacheck_jax.format.boxes import Blocks, Box
 from adacheck_jax.proof import holdings
+from adacheck_jax.proof.files.journal import Journal
+from adacheck_jax.proof.files.record_log import RecordLog
+from adacheck_jax.proof.files.shadow_file import ShadowFileError
+from adacheck_jax.proof.files.step_file import (
+    FilePlace,
+    Found,
+    FoundFile,
+    StepChange,
+    kind_at,
+    remove_others,
+)
 from adacheck_jax.proof.free_memory import free_bytes
 from adacheck_jax.proof.holdings import Held
-from adacheck_jax.proof.journal import FilePlace, Found, Journal, remove_others
 from adacheck_jax.proof.peers import Peers
-from adacheck_jax.proof.shadow_file import ShadowFileError
+from adacheck_jax.proof.record_state import RecordState
 from adacheck_jax.proof.shadow_state import (
+    Followed,
     Position,
     ShadowState,
     ShadowStep,
-    StepChange,
     fold_of,
     size_of,
 )
 from adacheck_jax.state.exported_update import ExportedUpdate
 from adacheck_jax.state.snapshot import Structure
 from adacheck_jax.update import program as update_program
-from adacheck_jax.update.elements.host_fold import HostFold
+from adacheck_jax.update.elements.host_fold import UnfitError
 
 _log = logging.getLogger(__name__)
 
@@ -53,16 +63,24 @@ class ShadowThread:
     """Follows a training run.
 
     The shadow may take ``most_bytes`` of host memory, by default half of what is free, shared by
-    the processes of a machine. With 0 there is none. Without a place it lies in no file.
+    the processes of a machine. With 0 there is none. Without a place it lies in no file. With
+    ``keeps_records`` the file has a state and the records since, also where the host could compute
+    the states after it; else where it cannot.
     """
 
     def __init__(
-        self, most_bytes: int | None, place: FilePlace | None = None, peers: Peers | None = None
+        self,
+        most_bytes: int | None,
+        place: FilePlace | None = None,
+        peers: Peers | None = None,
+        *,
+        keeps_records: bool = False,
     ) -> None:
         self._most_bytes, self._place, self._peers = most_bytes, place, peers
+        self._keeps_records, self._due, self._loaded = keeps_records, "", None
         self._copied: tuple[Structure, Held | None, Mapping[int, Sequence[Box]]] | None = None
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="adacheck_shadow")
-        self._state: ShadowState | None = None
+        self._state: Followed | None = None
         self._refused: tuple[Structure, ExportedUpdate] | None = None
         self._told: Position | None = None
         self._follows_saves = False
@@ -89,10 +107,10 @@ class ShadowThread:
             self._peers.gate.end()  # nobody need come to the steps before
         if copy is None or copy.structure is not structure or copy.update is not update:
             copy = self._state = self._made(structure, update)
-        self._told = begun.own
+        self._told, self._due = begun.own, ""
         if copy is not None:
             copy.is_lost = False
-            self._thread.submit(copy.load, begun)
+            self._loaded = self._thread.submit(copy.load, begun)
         else:
             self._miss(begun.number)
 
@@ -157,6 +175,13 @@ class ShadowThread:
         return copy is not None and not copy.is_lost and self._told is not position
 
     @property
+    def wants_base(self) -> str:
+        """Reason why the next save should be a base, from which to begin anew; empty for none."""
+        if self._due or self._state is None or not (self._loaded is None or self._loaded.done()):
+            return self._due
+        return self._state.wants_base
+
+    @property
     def has_room_for_copy(self) -> bool:
         """True if there is a shadow, and room for it once more."""
         copy = self._state
@@ -177,9 +202,12 @@ class ShadowThread:
         self._thread.submit(answer)
 
     def give_up(self, reason: str) -> None:
-        """Follows no more, and says so."""
+        """Computes no more, and says so; a file has the records from the next base on."""
         if self._state is not None:
-            self._refused = (self._state.structure, self._state.update)
+            if self._place is None:
+                self._refused = (self._state.structure, self._state.update)
+            else:
+                self._keeps_records, self._due = True, reason
             self.close()
             self._state = None
             _log.warning("Deltas are checked by sample from now on: %s", reason)
@@ -192,9 +220,16 @@ class ShadowThread:
         """
         self.close()
         assert self._place is not None
-        journal, fold, held = opened(self._place, structure, update)
-        most_bytes = self._most(journal)
-        copy = ShadowState(structure, update, fold, held, journal, most_bytes, is_there=True)
+        found = FoundFile(self._place, None, kind_at(self._place.path))
+        file, held = opened(found, structure, update)
+        copy: Followed
+        if isinstance(file, RecordLog):
+            self._keeps_records = True
+            copy = RecordState(structure, update, held, file, is_there=True)
+        else:
+            most_bytes = self._most(self._place)
+            args = structure, update, file.fold, held, file, most_bytes
+            copy = ShadowState(*args, is_there=True)
         try:
             state = copy.resume()
         except BaseException:
@@ -218,7 +253,7 @@ class ShadowThread:
             self._state = None
             self._thread.submit(copy.close).result()
 
-    def _made(self, structure: Structure, update: ExportedUpdate) -> ShadowState | None:
+    def _made(self, structure: Structure, update: ExportedUpdate) -> Followed | None:
         if self._most_bytes == 0 or self._refused == (structure, update):
             return None
         self.close()
@@ -228,19 +263,23 @@ class ShadowThread:
         level, recovers = logging.INFO, ""
         if place is not None:
             level, recovers = logging.WARNING, ", and nothing can be recovered from memory"
+        if self._keeps_records and place is not None:
+            return self._made_log(place, structure, update, "")
         size_bytes = wanted_bytes = most_bytes = 0
         without = None if peers is None else dataclasses.replace(peers, copies=0)
         for each in (peers, without) if peers is not None and peers.copies else (peers,):
             found = fold_of(structure, update, peers=each, is_kept=place is not None)
             if isinstance(found, str):
+                if found and place is not None:
+                    return self._made_log(place, structure, update, found)
                 if found:
-                    _log.log(level, "No host copy of the state follows%s: %s.", recovers, found)
+                    _log.info("No host copy of the state follows: %s.", found)
                 return None
             fold, held = found
             journal = None if place is None else Journal(place, structure, update, fold, held)
-            size_bytes, most_bytes = size_of(fold, journal), self._most(journal)
-            if size_bytes > most_bytes and journal is not None and remove_others(journal.place):
-                most_bytes = self._most(journal)  # what was recovered from took it
+            size_bytes, most_bytes = size_of(fold, journal), self._most(place)
+            if size_bytes > most_bytes and place is not None and remove_others(place):
+                most_bytes = self._most(place)  # what was recovered from took it
             if size_bytes <= most_bytes:
                 self._tell_copies(structure, update, held, wanted_bytes, most_bytes)
                 self._refused = None
@@ -255,6 +294,35 @@ class ShadowThread:
             *(recovers, size_bytes >> 20, most_bytes >> 20),
         )
         return None
+
+    def _made_log(
+        self, place: FilePlace, structure: Structure, update: ExportedUpdate, why: str
+    ) -> RecordState | None:
+        """A state and the records since it, where the host cannot compute what follows."""
+        peers, held = self._peers, holdings.whole(structure)
+        if not update.program:
+            return None
+        try:
+            if peers is not None:
+                if update.pieces is None:
+                    raise UnfitError(why)
+                held = holdings.held_of(structure, update.pieces, peers.domains, peers.copies)
+        except UnfitError as error:
+            _log.warning("Nothing can be recovered from memory: %s.", error)
+            return None
+        log = RecordLog(place, structure, update, held, self._most(place))
+        if log.file.size_bytes < log.least_bytes and remove_others(place):
+            log = RecordLog(place, structure, update, held, self._most(place))
+        if log.file.size_bytes < log.least_bytes:
+            _log.warning(
+                "Nothing can be recovered from memory: a state and the records of some steps take "
+                "%d MiB of host memory, and may take %d: Shadow(bytes=...).",
+                *(log.least_bytes >> 20, log.file.size_bytes >> 20),
+            )
+            return None
+        self._tell_copies(structure, update, held, 0, 0)
+        self._refused = None
+        return RecordState(structure, update, held, log, peers=peers)
 
     def _tell_copies(
         self,
@@ -285,27 +353,40 @@ class ShadowThread:
                 peers.copies,
             )
 
-    def _most(self, journal: Journal | None) -> int:
+    def _most(self, place: FilePlace | None) -> int:
         """Host memory that may be taken; what the file has already is free to it."""
         if self._most_bytes is not None:
             return self._most_bytes
-        return (free_bytes() + (journal.file.found_bytes if journal else 0)) // 2
+        return (free_bytes() + (0 if place is None else place.found_bytes[1])) // 2
 
 
 def opened(
-    place: FilePlace, structure: Structure, update: ExportedUpdate, held: Held | None = None
-) -> tuple[Journal, HostFold, Held]:
-    """Takes a file that another process has left; all that is ``held`` in it.
+    found: FoundFile, structure: Structure, update: ExportedUpdate
+) -> tuple[Journal | RecordLog, Held]:
+    """Takes a file that another process has left, and the boxes in it.
 
     Raises:
         ShadowFileError: there is none that can be taken; the message says why.
     """
-    found = fold_of(structure, update, held or holdings.whole(structure), is_kept=True)
-    if isinstance(found, str):
-        raise ShadowFileError(found or "the update cannot be computed from the shadow")
-    journal = Journal(place, structure, update, *found)
-    journal.open()
-    return journal, *found
+    held = found.held or holdings.whole(structure)
+    if found.kind not in ("", Journal.kind, RecordLog.kind):
+        raise ShadowFileError(
+            f"{found.place.path}: expected a file of a kind that is known, found {found.kind!r}"
+        )
+    if found.kind == RecordLog.kind:
+        file = RecordLog(found.place, structure, update, held, found.place.found_bytes[0])
+    else:
+        fold = fold_of(structure, update, held, is_kept=True)
+        if isinstance(fold, str):
+            raise ShadowFileError(fold or "the update cannot be computed from the shadow")
+        file = Journal(found.place, structure, update, *fold)
+    file.open()
+    return file, held
+
+
+def is_host() -> bool:
+    """True if the devices have the host's arithmetic."""
+    return update_program.platform() == "cpu"
 
 
 class Proof:
@@ -357,7 +438,7 @@ class Proof:
 
         Then the shadow is given up.
         """
-        if update_program.platform() == "cpu":
+        if is_host():
             return True
         self._shadow.give_up("the host computes other bits than the devices")
         return False

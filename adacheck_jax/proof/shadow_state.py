@@ -10,7 +10,6 @@ import dataclasses
 import logging
 import math
 from collections.abc import Callable, Collection, Mapping, Sequence
-from typing import Protocol
 
 import jax
 import numpy as np
@@ -20,10 +19,11 @@ from adacheck_jax.format.boxes import Blocks, Box
 from adacheck_jax.format.byte_loops import Fingerprints, fingerprint_of
 from adacheck_jax.format.fingerprint import combine
 from adacheck_jax.proof import holdings
+from adacheck_jax.proof.files.journal import Journal
+from adacheck_jax.proof.files.shadow_file import ShadowFileError
+from adacheck_jax.proof.files.step_file import Found, StepChange, StepFile, remove_others
 from adacheck_jax.proof.holdings import Held
-from adacheck_jax.proof.journal import Found, Journal, remove_others
 from adacheck_jax.proof.peers import Peers, judged, report
-from adacheck_jax.proof.shadow_file import ShadowFileError
 from adacheck_jax.state.exported_update import ExportedUpdate
 from adacheck_jax.state.snapshot import Structure
 from adacheck_jax.update.elements.host_fold import HostFold, UnfitError
@@ -33,30 +33,6 @@ _log = logging.getLogger(__name__)
 
 Position = object
 """A step of the run, told from all others by identity: a staged one, or a restored one."""
-
-
-class StepChange(Protocol):
-    """A step as it changes the state before it, once its update counters are known."""
-
-    @property
-    def updates(self) -> tuple[int, ...]:
-        """Positions of the recorders whose update is replayed."""
-        ...
-
-    @property
-    def stored(self) -> tuple[int, ...]:
-        """Leaves that are stored."""
-        ...
-
-    @property
-    def unreplayed(self) -> frozenset[int]:
-        """Leaves that the update computes and that are stored nevertheless."""
-        ...
-
-    @property
-    def unchanged(self) -> tuple[int, ...]:
-        """Leaves that must have the bits of the state before."""
-        ...
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -81,8 +57,8 @@ class ShadowStep:
     again: Position | None = None
 
 
-class ShadowState:
-    """The copy of one structure's states; all work on it is done by one thread, in order.
+class Followed:
+    """A state that goes from step to step with training; all work on it is one thread's, in order.
 
     Attributes:
         structure: structure of the states.
@@ -92,69 +68,91 @@ class ShadowState:
         held: the boxes that it has.
         journal: the file that it lies in; None if it lies in this process's memory.
         position: the step that it has.
+        told_until: beginning of a warning that a step could not be followed.
     """
+
+    has_room_for_copy = False
+    told_until = "Deltas are checked by sample until the next base"
 
     def __init__(
         self,
         structure: Structure,
         update: ExportedUpdate,
-        fold: HostFold,
         held: Held,
-        journal: Journal | None,
-        most_bytes: int,
+        journal: StepFile | None,
         *,
         is_there: bool = False,
         peers: Peers | None = None,
     ) -> None:
-        self.structure, self.update, self._fold, self.held = structure, update, fold, held
+        self.structure, self.update, self.held = structure, update, held
         self.journal, self._is_there = journal, is_there
         # While it passes gates, and the owners whose copies were found bad; digests are of the step
-        # that was folded last.
+        # that was stored or folded last.
         self._peers, self._is_gated, self._bad = peers, False, frozenset[int]()
         self._folded: tuple[int, dict[tuple[int, Box], int]] | None = None
-        self._received: dict[tuple[int, Box], int] = {}
-        self.has_room_for_copy = size_of(fold, journal) + fold.size_bytes() <= most_bytes
         self.is_lost = False
         self.position: Position | None = None
-        pieces = update.pieces
-        assert pieces is not None
-        self._taken = [i for i in pieces.leaves if i not in pieces.computed]
-        self._compared = sorted(pieces.computed - update.stored)
-        self._tellers = holdings.tellers_of(structure, pieces)
-        process = jax.process_index()
-        self._scalars = [i for i in self._compared if self._tellers.get(i) == process]
-        self._arrays = [i for i in self._compared if structure.leaves[i].shape]
-        self._fingerprints: dict[bool, tuple[list[tuple[int, Box]], Fingerprints]] = {}
-        self._compiled = in_background(self._compile)
+        self._prepared = in_background(self._prepare)
 
-    def _compile(self) -> None:
-        if self.journal is not None and not self._is_there:
+    @property
+    def wants_base(self) -> str:
+        """Reason why the next save should be a base; empty for none."""
+        return ""
+
+    def _prepare(self) -> None:
+        """Makes the file, if it is not there; in the background."""
+        raise NotImplementedError
+
+    def _load(self, begun: ShadowStep) -> None:
+        """Takes a whole state, in place of what is there."""
+        raise NotImplementedError
+
+    def _move(self, change: StepChange, step: ShadowStep) -> Sequence[int] | None:
+        """Goes to the next step; its fingerprints, if it has passed a gate."""
+        raise NotImplementedError
+
+    def _proof(self, step: ShadowStep, change: StepChange) -> dict[int, int] | None:
+        """This process's contribution to the fingerprints of what it computed; None for nothing."""
+        raise NotImplementedError
+
+    def _arrive(self, step: ShadowStep, passed: Sequence[int] | None) -> None:
+        """Notes a step that passed the gate, with its fingerprints."""
+
+    def copied(
+        self, position: Position, others: Mapping[int, Blocks]
+    ) -> Mapping[int, Blocks] | None:
+        """Copies what this process has of a step; None where that cannot be had."""
+
+    def _make_file(self) -> bool:
+        """Makes the file where it is not there; False if none can be had, which is told."""
+        if (journal := self.journal) is None or self._is_there:
+            return True
+        try:
             try:
-                try:
-                    self.journal.create()
-                except ShadowFileError:
-                    if not remove_others(self.journal.place):
-                        raise
-                    self.journal.create()  # there was no room for two
-            except ShadowFileError as error:
-                self.journal = None
-                _log.warning(
-                    "The shadow lies in memory that ends with this process: %s. If it is killed, "
-                    "its state is read from storage.",
-                    error,
-                )
-        self._fold.allocate(self.journal.memory if self.journal else None)
-        self._fold.compile()
+                journal.create()
+            except ShadowFileError:
+                if not remove_others(journal.place):
+                    raise
+                journal.create()  # there was no room for two
+        except ShadowFileError as error:
+            self.journal = None
+            _log.warning(
+                "The shadow lies in memory that ends with this process: %s. If it is killed, "
+                "its state is read from storage.",
+                error,
+            )
+            return False
+        return True
 
     def resume(self) -> Found:
         """Takes the state that lies in the file; see :meth:`Journal.resume`."""
         assert self.journal is not None
-        self._compiled.result()
+        self._prepared.result()
         return self.journal.resume()
 
     def close(self) -> None:
         """Lets go of the file, and follows no more."""
-        self._compiled.exception()
+        self._prepared.exception()
         self.is_lost, self.position = True, None
         if self.journal is not None:
             self.journal.file.close()
@@ -163,14 +161,12 @@ class ShadowState:
         """Takes the state of one step."""
         self.position, peers = None, self._peers
         self._is_gated, self._bad, self._folded = peers is not None, frozenset(), None
-        self._received = {}
         if peers is not None:
             peers.gate.begin(begun.number)
         try:
-            self._compiled.result()
-            self._replace(begun, (), self._compared, anew=True)
+            self._prepared.result()
+            self._load(begun)
             if self._is_gated:
-                self._sums(begun.number)
                 self._arrive(begun, self._pass(begun, ()))
             if self.journal is not None and (peers is None or self._is_gated):
                 remove_others(self.journal.place)
@@ -190,16 +186,14 @@ class ShadowState:
             elif position is None or position is not step.again:
                 if not self.is_lost:
                     _log.warning(
-                        "Deltas are checked by sample until the next base: the copy of the state "
-                        "in host memory had followed another state, such as that of a step that "
-                        "is recorded again."
+                        "%s: the copy of the state in host memory had followed another state, "
+                        "such as that of a step that is recorded again.",
+                        self.told_until,
                     )
                 self.is_lost = True
                 self.refuse(step.number, "its copy of the state had followed another state")
                 return None
-            # What may not have changed is compared with the parent when shares are validated.
-            others = change.unreplayed.union(change.unchanged)
-            found = {i: x for i, x in self._sums(step.number).items() if i not in others}
+            found = self._proof(step, change)
             self._arrive(step, passed)
         except Exception as error:
             self._lose(error, step.number)
@@ -234,10 +228,7 @@ class ShadowState:
         if isinstance(answer, str):
             self._is_gated = False
             if journal is not None:
-                _log.warning(
-                    "Nothing can be recovered from memory until the next base: %s.", answer
-                )
-                journal.lift()
+                self._go_alone(journal, answer)
             return None
         own = jax.process_index()
         if found := {owner for owner, holder in answer["bad"] if holder == own} - self._bad:
@@ -250,6 +241,68 @@ class ShadowState:
         assert journal is not None
         journal.begin(step.number, updates, sums, answer["sums"], bad=self._bad)
         return answer["sums"]
+
+    def _go_alone(self, journal: StepFile, reason: str) -> None:
+        """Notes that a process does not follow, and that the file may not stand where others do."""
+        _log.warning("Nothing can be recovered from memory until the next base: %s.", reason)
+        journal.lift()
+
+    def _lose(self, error: Exception, step: int) -> None:
+        """Nothing that goes wrong here costs a step: a sample of each was compared, too."""
+        self.is_lost = True
+        self.refuse(step, f"its copy of the state was lost ({type(error).__name__}: {error})")
+        _log.warning(
+            "%s: the copy of the state in host memory could not be moved on: %s: %s",
+            *(self.told_until, type(error).__name__, error),
+        )
+
+
+class ShadowState(Followed):
+    """The copy of one structure's states that the host's arithmetic moves on."""
+
+    journal: Journal | None
+
+    def __init__(
+        self,
+        structure: Structure,
+        update: ExportedUpdate,
+        fold: HostFold,
+        held: Held,
+        journal: Journal | None,
+        most_bytes: int,
+        *,
+        is_there: bool = False,
+        peers: Peers | None = None,
+    ) -> None:
+        self._fold = fold
+        self._received: dict[tuple[int, Box], int] = {}
+        self.has_room_for_copy = size_of(fold, journal) + fold.size_bytes() <= most_bytes
+        pieces = update.pieces
+        assert pieces is not None
+        self._taken = [i for i in pieces.leaves if i not in pieces.computed]
+        self._compared = sorted(pieces.computed - update.stored)
+        self._tellers = holdings.tellers_of(structure, pieces)
+        process = jax.process_index()
+        self._scalars = [i for i in self._compared if self._tellers.get(i) == process]
+        self._arrays = [i for i in self._compared if structure.leaves[i].shape]
+        self._fingerprints: dict[bool, tuple[list[tuple[int, Box]], Fingerprints]] = {}
+        super().__init__(structure, update, held, journal, is_there=is_there, peers=peers)
+
+    def _prepare(self) -> None:
+        self._make_file()
+        self._fold.allocate(self.journal.memory if self.journal else None)
+        self._fold.compile()
+
+    def _load(self, begun: ShadowStep) -> None:
+        self._received = {}
+        self._replace(begun, (), self._compared, anew=True)
+        if self._is_gated:
+            self._sums(begun.number)
+
+    def _proof(self, step: ShadowStep, change: StepChange) -> dict[int, int] | None:
+        # What may not have changed is compared with the parent when shares are validated.
+        others = change.unreplayed.union(change.unchanged)
+        return {i: x for i, x in self._sums(step.number).items() if i not in others}
 
     def _arrive(self, step: ShadowStep, passed: Sequence[int] | None) -> None:
         """Notes in the file that a step which passed the gate is folded."""
@@ -289,16 +342,6 @@ class ShadowState:
             elif process in leaf.owners:
                 return None
         return blocks
-
-    def _lose(self, error: Exception, step: int) -> None:
-        """Nothing that goes wrong here costs a step: a sample of each was compared, too."""
-        self.is_lost = True
-        self.refuse(step, f"its copy of the state was lost ({type(error).__name__}: {error})")
-        _log.warning(
-            "Deltas are checked by sample until the next base: the copy of the state in host "
-            "memory could not be moved on: %s: %s",
-            *(type(error).__name__, error),
-        )
 
     def _move(self, change: StepChange, step: ShadowStep) -> Sequence[int] | None:
         """Goes over the copy, to the next step; its fingerprints, if it has passed a gate."""

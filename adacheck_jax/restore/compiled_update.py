@@ -105,7 +105,7 @@ class CompiledUpdates:
             loading, specs = self._loading(lineage, update), lineage.base.leaves
             where = str(_file_of(lineage))
             self._compiled[key] = in_background(
-                lambda: _compiled(loading.result(), update, specs, shardings, where)
+                lambda: compiled(loading.result(), update, specs, shardings, where)
             )
         return self._compiled[key]
 
@@ -125,12 +125,12 @@ _kept: Kept[UpdateFunction] = Kept(4)
 """Compiled programs of earlier restores."""
 
 
-def _compiled(
+def compiled(
     loaded: _Loaded, update: Update, specs: Sequence[Leaf], shardings: Shardings, where: str
 ) -> UpdateFunction:
     """An update compiled for some shardings; a stored one may be kept from an earlier restore.
 
-    It was loaded first, so that a stored program is compared with its digest also if it is kept.
+    One from a file was loaded first, so that it is compared with its digest also if it is kept.
     """
     lists = update.params, update.inner, update.record, update.extra
     abstract = [[abstract_leaf(specs[i], shardings[i]) for i in each] for each in lists]

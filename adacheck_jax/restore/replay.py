@@ -17,7 +17,7 @@ from adacheck_jax.format.manifest import BaseManifest, Delta, Update
 from adacheck_jax.restore import check
 from adacheck_jax.restore.compiled_update import CompiledUpdates, Shardings
 from adacheck_jax.restore.deltas.delta_reader import DeltaReader, readers_of
-from adacheck_jax.restore.deltas.patches import Patches
+from adacheck_jax.restore.deltas.patches import Patches, StoredLeaves
 from adacheck_jax.restore.deltas.records import Consumed, Records
 from adacheck_jax.restore.progress import Progress
 from adacheck_jax.restore.shared_reads import ReadOnce
@@ -82,7 +82,7 @@ def replay_onto(
             records.read_ahead() as consumed,
         ):
             program = programs.get(lineage, update, shardings, told)
-            replay = _Replay(update, program, working, patches, shardings, told)
+            replay = Replay(update, program, working, patches, shardings, told)
             replay.run(readers, consumed)
     else:
         for reader in readers:
@@ -132,7 +132,7 @@ def _is_exact(leaves: Sequence[Any], step: BaseManifest | Delta, rounded: Collec
     return not check.differing(leaves, step.fingerprints).difference(rounded)
 
 
-class _Replay:
+class Replay:
     """Updates replayed one after another by one compiled program."""
 
     def __init__(
@@ -151,7 +151,7 @@ class _Replay:
         self._switches: dict[tuple[int, ...], jax.Array] = {}
         self._take()
 
-    def run(self, readers: Sequence[DeltaReader], consumed: Iterator[Consumed]) -> None:
+    def run(self, readers: Sequence[StoredLeaves], consumed: Iterator[Consumed]) -> None:
         """Replay deltas, and put all leaves back."""
         sizes = [sum(p.raw_bytes + p.compressed_bytes for p in x.delta.packs) for x in readers]
         for done, reader in enumerate(readers):
@@ -168,7 +168,7 @@ class _Replay:
                         self._patches.replace(index, array)
         self._put_back()
 
-    def _replay(self, reader: DeltaReader, consumed: Consumed) -> None:
+    def _replay(self, reader: StoredLeaves, consumed: Consumed) -> None:
         # A dispatched update holds its inputs. Waiting for the one before bounds the memory to this
         # update's inputs and those read ahead.
         jax.block_until_ready((self._params, self._inner))
@@ -186,7 +186,7 @@ class _Replay:
                 self._working[index] = leaf
             self._take()
 
-    def _patch_before(self, reader: DeltaReader) -> dict[int, Any]:
+    def _patch_before(self, reader: StoredLeaves) -> dict[int, Any]:
         """Put in place what the update of a delta takes, and note what the delta stores.
 
         Leaves that the update passes through take their stored values before it runs; leaves that

@@ -20,7 +20,6 @@ from adacheck_jax.format.manifest import (
     Link,
     Manifest,
     Pack,
-    Update,
 )
 from adacheck_jax.save import validation
 from adacheck_jax.save.attempt import Report
@@ -30,7 +29,6 @@ from adacheck_jax.store import base_writer, claims, links
 from adacheck_jax.store.steps import lookup, manifest_file
 from adacheck_jax.store.steps.lineage import Lineage, LineageStep
 from adacheck_jax.store.storage.location import AnyPath, at
-from adacheck_jax.update import exported_program
 from adacheck_jax.update import program as update_program
 
 
@@ -89,24 +87,7 @@ def _base_manifest(save: Save, agreed: Agreed, described: Mapping[str, str]) -> 
     structure, exported, update = save.structure, save.update, None
     reports = agreed.reports()
     if structure.bindings and save.replayable:
-        params, inner, record, extra = structure.arguments
-        update = Update(
-            params=params,
-            inner=inner,
-            record=record,
-            extra=extra,
-            counts=structure.counts,
-            parts=structure.parts,
-            reducing=exported.reducing,
-            passed=exported.passed,
-            placement=structure.placement if exported.reducing else "",
-            problem=exported.problem,
-            programs={
-                name: exported_program.digest_of(data) for name, data in exported.files().items()
-            },
-            jax_version=jax.__version__,
-            pinned=exported.pinned,
-        )
+        update = exported.described(structure, exported.files())
     writers = {i: leaf.owners for i, leaf in enumerate(structure.leaves)}
     return BaseManifest(
         step=save.own.step,

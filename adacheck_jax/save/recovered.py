@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Protocol
 
 import jax
 import jax.numpy as jnp
@@ -12,12 +12,17 @@ import numpy as np
 
 from adacheck_jax.device import fingerprint, transfer
 from adacheck_jax.device.trees import PyTree
-from adacheck_jax.proof.journal import Found
+from adacheck_jax.errors import AdaCheckError
+from adacheck_jax.format.boxes import Box
+from adacheck_jax.format.manifest import Leaf, Update
+from adacheck_jax.proof.files.shadow_file import ShadowFileError
+from adacheck_jax.proof.files.step_file import Found, Recorded
 from adacheck_jax.proof.shadow import ShadowThread
-from adacheck_jax.proof.shadow_file import ShadowFileError
 from adacheck_jax.save.line.planner import Planner
+from adacheck_jax.state.exported_update import ExportedUpdate
 from adacheck_jax.state.snapshot import Structure
 from adacheck_jax.store.steps.lineage import Lineage
+from adacheck_jax.update import program as update_program
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,8 +57,40 @@ class Recovered:
     leaves: Sequence[Any]
 
 
+class RecordReplay(Protocol):
+    """Brings leaves to a later step, as a restore from storage would."""
+
+    def __call__(
+        self,
+        leaves: Sequence[Any],
+        specs: Sequence[Leaf],
+        update: Update,
+        program: bytes,
+        records: Sequence[Recorded],
+        read: Callable[[int, int, Box], np.ndarray],
+    ) -> Sequence[Any]:
+        """Replays records on the devices that the leaves lie on; collective.
+
+        Args:
+            leaves: the leaves before them, which are donated.
+            specs: description of each leaf.
+            update: the update.
+            program: its serialized program of this platform, which this process exported.
+            records: what the steps bring, in their order.
+            read: gives the elements of a box, by number of the record and index of the leaf.
+
+        Returns:
+            The leaves after the records, as the given ones lie.
+        """
+        ...
+
+
 def state_from(
-    shadow: ShadowThread, planner: Planner, abstract_state: PyTree, newest: Newest | None
+    shadow: ShadowThread,
+    planner: Planner,
+    abstract_state: PyTree,
+    newest: Newest | None,
+    replay: RecordReplay,
 ) -> Recovered:
     """Takes the state in the shadow's file, which goes on from it, and compares all of it.
 
@@ -70,7 +107,38 @@ def state_from(
     def like(i: int, leaf: Any) -> Any:
         return leaf_like(leaf, values[i]) if i in values else example_of(leaf)
 
-    return compared(structure, abstract_state, like, found.step, found.sums, newest)
+    def read(number: int, i: int, box: Box) -> np.ndarray:
+        (value,) = found.records[number].blocks[i].values()
+        return value[box.slices]
+
+    def advance(leaves: Sequence[Any]) -> Sequence[Any]:
+        return replayed(
+            structure, planner.updates.of(structure), replay, leaves, found.records, read
+        )
+
+    return compared(structure, abstract_state, like, found.step, found.sums, newest, advance)
+
+
+def replayed(
+    structure: Structure,
+    update: ExportedUpdate,
+    replay: RecordReplay,
+    leaves: Sequence[Any],
+    records: Sequence[Recorded],
+    read: Callable[[int, int, Box], np.ndarray],
+) -> Sequence[Any]:
+    """Leaves after the records that follow them.
+
+    Raises:
+        ShadowFileError: they cannot be replayed here.
+    """
+    if not records:
+        return leaves
+    described = update.described(structure, {update_program.platform(): update.program})
+    try:
+        return replay(leaves, structure.leaves, described, update.program, records, read)
+    except AdaCheckError as error:
+        raise ShadowFileError(f"its records cannot be replayed here: {error}") from error
 
 
 def compared(
@@ -80,14 +148,18 @@ def compared(
     step: int,
     sums: Sequence[int],
     newest: Newest | None,
+    advance: Callable[[Sequence[Any]], Sequence[Any]],
 ) -> Recovered:
-    """A state of leaves that are made like those of an abstract one; collective.
+    """A state of leaves that are made like those of an abstract one, and brought to a step.
+
+    Collective.
 
     Raises:
         ShadowFileError: a leaf has another fingerprint, or storage another state of the step.
     """
     abstract, treedef = jax.tree.flatten(abstract_state)
-    state = jax.tree.unflatten(treedef, [like(i, leaf) for i, leaf in enumerate(abstract)])
+    made = advance([like(i, leaf) for i, leaf in enumerate(abstract)])
+    state = jax.tree.unflatten(treedef, made)
     leaves = [
         np.asarray(leaf, structure.leaves[i].dtype) if _is_number(leaf) else leaf
         for i, leaf in enumerate(jax.tree.leaves(state))

@@ -30,7 +30,7 @@ from adacheck_jax.plan.decision import shown
 from adacheck_jax.plan.options import Options
 from adacheck_jax.plan.save_plan import SavePlan
 from adacheck_jax.plan.situation import BackgroundFacts, sizes_of
-from adacheck_jax.proof.journal import FilePlace, FoundFile
+from adacheck_jax.proof.files.step_file import FilePlace, FoundFile
 from adacheck_jax.proof.peers import Peers
 from adacheck_jax.proof.shadow import ShadowThread
 from adacheck_jax.save import copies as host_copies
@@ -44,7 +44,7 @@ from adacheck_jax.save.line.parents import Parent, Tip
 from adacheck_jax.save.line.planner import Planner, sums_of
 from adacheck_jax.save.one_save import Save
 from adacheck_jax.save.pending import Pending
-from adacheck_jax.save.recovered import Newest, Recovered
+from adacheck_jax.save.recovered import Newest, RecordReplay, Recovered
 from adacheck_jax.save.staging import Stager, with_others
 from adacheck_jax.save.together import Together
 from adacheck_jax.schedule.line import LineSchedule
@@ -85,7 +85,8 @@ class Saver:
         self._has_recorder = bool(recorders)
         self._schedule, self._watch = LineSchedule(options.max_deltas), Stopwatch(clock)
         host = options.host_shadow
-        self._shadow = ShadowThread(0 if host is None else host.bytes, place, peers)
+        most_bytes, records = (0, False) if host is None else (host.bytes, bool(host.records))
+        self._shadow = ShadowThread(most_bytes, place, peers, keeps_records=records)
         self._bases, self._taken = BackgroundBases(self._shadow), None
         self._planner = Planner(recorders, options, self._schedule, self._bases, self._shadow)
         self._notices, self._has_gap = Notices(), False
@@ -145,17 +146,21 @@ class Saver:
             self._note_position()
         xla_call.begin()
 
-    def recover(self, abstract_state: PyTree, newest: Newest | None) -> tuple[int, PyTree]:
+    def recover(
+        self, abstract_state: PyTree, newest: Newest | None, replay: RecordReplay
+    ) -> tuple[int, PyTree]:
         """Takes the state that another process has left in the shadow's file, and its step number.
 
-        Every fingerprint was compared. ``newest`` is the newest step in storage, if there is one.
+        Every fingerprint was compared. ``newest`` is the newest step in storage, if there is one;
+        ``replay`` brings a state of the file to its step.
 
         Raises:
             ShadowFileError: there is none that can be taken; the message says why.
             RecorderError: the recorder cannot be tied to the state.
         """
         try:
-            found = recovered.state_from(self._shadow, self._planner, abstract_state, newest)
+            args = self._shadow, self._planner, abstract_state, newest, replay
+            found = recovered.state_from(*args)
         except BaseException:
             self._shadow.close()
             raise
@@ -168,12 +173,14 @@ class Saver:
         newest: Newest | None,
         files: Sequence[FoundFile],
         peers: Together,
+        replay: RecordReplay,
     ) -> tuple[int, PyTree]:
         """As :meth:`recover`, from the files that all processes found of one run; collective.
 
         The next run has files of its own, beside which these stay until it has passed its gate.
         """
-        found = together.state_of(self._planner, abstract_state, newest, files, peers)
+        args = self._planner, abstract_state, newest, files, peers, replay
+        found = together.state_of(*args)
         self._follow_recovered(found, newest, has_shadow=False)
         return found.step, found.state
 

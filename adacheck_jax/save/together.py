@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Protocol
 
 import jax
@@ -21,21 +21,22 @@ from adacheck_jax.format.boxes import Blocks, Box
 from adacheck_jax.format.byte_loops import fingerprint_of
 from adacheck_jax.proof import agreement, holdings, shadow
 from adacheck_jax.proof.agreement import Choice, Offer, OfferedStep
+from adacheck_jax.proof.files.shadow_file import ShadowFileError
+from adacheck_jax.proof.files.step_file import Found, FoundFile, Recorded, StepFile
 from adacheck_jax.proof.holdings import Boxes, Held
-from adacheck_jax.proof.journal import FoundFile, Journal
-from adacheck_jax.proof.shadow_file import ShadowFileError
 from adacheck_jax.save.attempt import Report
 from adacheck_jax.save.line.planner import Planner
 from adacheck_jax.save.recovered import (
     Newest,
+    RecordReplay,
     Recovered,
     compared,
     example_of,
     examples_of,
     leaf_like,
+    replayed,
 )
 from adacheck_jax.state.snapshot import Structure
-from adacheck_jax.update.elements.host_fold import HostFold
 
 _log = logging.getLogger(__name__)
 
@@ -74,14 +75,12 @@ class _File:
     Attributes:
         number: number of the structure that its state has.
         journal: the file itself.
-        fold: its memory.
         held: the boxes in it.
         offer: what it may be brought to.
     """
 
     number: int
-    journal: Journal
-    fold: HostFold
+    journal: StepFile
     held: Held
     offer: Offer
 
@@ -97,6 +96,7 @@ def state_of(
     newest: Newest | None,
     found: Sequence[FoundFile],
     peers: Together,
+    replay: RecordReplay,
 ) -> Recovered:
     """Takes the newest state that the files of all processes hold; collective.
 
@@ -116,8 +116,15 @@ def state_of(
                 files.append(file)
         number, choice = _chosen(structures, newest, files, refused, peers)
         structure = structures[number]
-        blocks, givers = _brought(structure, files, choice, peers)
-        return _delivered(structure, abstract_state, newest, choice, blocks, givers, peers)
+        parts = _brought(structure, files, choice, peers)
+
+        def advance(
+            leaves: Sequence[Any], records: Sequence[Recorded], read: Callable[..., Any]
+        ) -> Sequence[Any]:
+            update = planner.updates.of(structure)
+            return replayed(structure, update, replay, leaves, records, read)
+
+        return _delivered(structure, abstract_state, newest, choice, parts, peers, advance)
     finally:
         for each in files:
             each.journal.file.close()
@@ -129,7 +136,7 @@ def _opened(planner: Planner, structures: Sequence[Structure], found: FoundFile)
     for number, structure in enumerate(structures):
         update = planner.updates.of(structure)
         try:
-            file = shadow.opened(found.place, structure, update, found.held)
+            file = shadow.opened(found, structure, update)
         except ShadowFileError as error:
             why = str(error)
             continue
@@ -174,11 +181,26 @@ def _chosen(
     return answer["number"], Choice(run, step, tuple(sums))
 
 
+@dataclass(frozen=True, slots=True)
+class _Parts:
+    """The boxes that this process has of a step, and who gives which box.
+
+    Attributes:
+        blocks: boxes of the state before the records, or of the step where there are none.
+        records: the records that follow it, with this process's boxes of each.
+        givers: the process that gives each box, by leaf index.
+    """
+
+    blocks: Mapping[int, Blocks]
+    records: Sequence[Recorded]
+    givers: Mapping[int, Mapping[Box, int]]
+
+
 def _brought(
     structure: Structure, files: Sequence[_File], choice: Choice, peers: Together
-) -> tuple[dict[int, Blocks], dict[int, dict[Box, int]]]:
-    """The boxes that this process has of the step, and who gives which box."""
-    blocks, held = dict[int, Blocks](), list[Boxes]()
+) -> _Parts:
+    """What this process has of the step, and who gives which box."""
+    blocks, held, found_records = dict[int, Blocks](), list[Boxes](), list[Sequence[Recorded]]()
     for each in files:
         offered = [x for x in each.offer.steps if x.step == choice.step]
         if each.offer.run != choice.run or not offered:
@@ -189,8 +211,8 @@ def _brought(
             _log.warning("%s: its part of the state is not taken: %s", each.path, error)
             continue
         held.append(good)
-        for i, boxes in good.items():
-            blocks.setdefault(i, {}).update({box: found[i][box] for box in boxes})
+        _join(blocks, _of_boxes(good, found.blocks))
+        found_records.append([replace(x, blocks=_of_boxes(good, x.blocks)) for x in found.records])
     sizes = [leaf.nbytes // leaf.itemsize_bytes for leaf in structure.leaves]
 
     def judge(reports: Sequence[Report]) -> Report:
@@ -202,8 +224,12 @@ def _brought(
         if lost:
             path = structure.leaves[lost[0]].path
             return {"why": f"step {choice.step}: no whole copy of {path} is left"}
+        heads = [x for each in reports for x in each["heads"]]
+        if any(each != heads[0] for each in heads):
+            return {"why": f"step {choice.step}: its files have other records"}
         chosen = agreement.givers(every)
         return {
+            "heads": heads[0],
             "givers": [
                 [giver, holdings.to_json({i: (box,)})]
                 for i, boxes in chosen.items()
@@ -211,20 +237,36 @@ def _brought(
             ],
         }
 
-    answer = peers.agree("held", {"held": [Held(x).to_json() for x in held]}, judge)
+    heads = [[x.head for x in each] for each in found_records]
+    own = {"held": [Held(x).to_json() for x in held], "heads": heads}
+    answer = peers.agree("held", own, judge)
     if "why" in answer:
         raise ShadowFileError(answer["why"])
     givers = dict[int, dict[Box, int]]()
     for giver, told in answer["givers"]:
         for i, (box,) in holdings.of_json(told).items():
             givers.setdefault(i, {})[box] = giver
-    return blocks, givers
+    records = [Recorded.of(head, {}) for head in answer["heads"]]
+    for each in found_records:
+        for into, own in zip(records, each, strict=True):
+            _join(into.blocks, own.blocks)
+    return _Parts(blocks, records, givers)
 
 
-def _resumed(file: _File, offered: OfferedStep) -> tuple[Boxes, Mapping[int, Blocks]]:
+def _of_boxes(boxes: Boxes, found: Mapping[int, Blocks]) -> dict[int, Blocks]:
+    """The blocks of some boxes, of the leaves that are there."""
+    return {i: {box: found[i][box] for box in boxes[i]} for i in boxes.keys() & found.keys()}
+
+
+def _join(into: Any, found: Mapping[int, Blocks]) -> None:
+    """Adds blocks."""
+    for i, own in found.items():
+        into.setdefault(i, {}).update(own)
+
+
+def _resumed(file: _File, offered: OfferedStep) -> tuple[Boxes, Found]:
     """Brings a file to a step: the boxes that are as they were when they were folded, and all."""
-    file.fold.allocate(file.journal.memory)
-    file.fold.compile()
+    file.journal.ready()
     found, good = file.journal.resume(offered.step), file.offer.boxes(offered)
     if wrong := _changed(found.blocks, file.held, found.folded or {}):
         _log.warning(
@@ -232,7 +274,7 @@ def _resumed(file: _File, offered: OfferedStep) -> tuple[Boxes, Mapping[int, Blo
             *(file.path, len(wrong)),
         )
         good = {i: tuple(x for x in own if (i, x) not in wrong) for i, own in good.items()}
-    return good, found.blocks
+    return good, found
 
 
 def _changed(
@@ -252,16 +294,27 @@ def _delivered(
     abstract_state: PyTree,
     newest: Newest | None,
     choice: Choice,
-    blocks: Mapping[int, Blocks],
-    givers: Mapping[int, Mapping[Box, int]],
+    parts: _Parts,
     peers: Together,
+    advance_by: Callable[..., Sequence[Any]],
 ) -> Recovered:
     """The state, put together from what all processes give; collective."""
     abstract = [
         _raw(leaf, described.shape, described.dtype)
         for leaf, described in zip(jax.tree.leaves(abstract_state), structure.leaves, strict=True)
     ]
-    read = peers.deliver(abstract, givers, blocks)
+    givers, delivered = parts.givers, list[Callable[[int, Box], np.ndarray]]()
+    read = peers.deliver(abstract, givers, parts.blocks)
+
+    def read_record(number: int, i: int, box: Box) -> np.ndarray:
+        while len(delivered) <= number:  # collective, and in the same order in all processes
+            record = parts.records[len(delivered)]
+            own = {leaf: givers[leaf] for leaf in record.stored if leaf in givers}
+            delivered.append(peers.deliver(abstract, own, record.blocks))
+        return delivered[number](i, box)
+
+    def advance(leaves: Sequence[Any]) -> Sequence[Any]:
+        return advance_by(leaves, parts.records, read_record)
 
     def like(i: int, leaf: Any) -> Any:
         wanted = abstract[i]
@@ -274,7 +327,7 @@ def _delivered(
 
     found, why = None, ""
     try:
-        found = compared(structure, abstract_state, like, choice.step, choice.sums, newest)
+        found = compared(structure, abstract_state, like, choice.step, choice.sums, newest, advance)
     except ShadowFileError as error:
         why = str(error)
 

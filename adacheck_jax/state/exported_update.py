@@ -6,7 +6,7 @@ import dataclasses
 import functools
 import logging
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass
 from typing import Any, Literal
@@ -16,7 +16,7 @@ import jax.numpy as jnp
 
 from adacheck_jax.device.background import in_background
 from adacheck_jax.device.jax_settings import Arithmetic
-from adacheck_jax.format.manifest import Leaf
+from adacheck_jax.format.manifest import Leaf, Update
 from adacheck_jax.state.snapshot import Structure
 from adacheck_jax.update import exactness, exported_program
 from adacheck_jax.update import program as update_program
@@ -73,6 +73,25 @@ class ExportedUpdate:
     def digest(self) -> str:
         """Digest of this platform's program; empty where there is none."""
         return exported_program.digest_of(self.program) if self.program else ""
+
+    def described(self, structure: Structure, files: Mapping[str, bytes]) -> Update:
+        """The update of a structure as a base tells of it, with the programs of some platforms."""
+        params, inner, record, extra = structure.arguments
+        return Update(
+            params=params,
+            inner=inner,
+            record=record,
+            extra=extra,
+            counts=structure.counts,
+            parts=structure.parts,
+            reducing=self.reducing,
+            passed=self.passed,
+            placement=structure.placement if self.reducing else "",
+            problem=self.problem,
+            programs={name: exported_program.digest_of(data) for name, data in files.items()},
+            jax_version=jax.__version__,
+            pinned=self.pinned,
+        )
 
     def files(self) -> dict[str, bytes]:
         """The serialized program of each platform; waits for those of others."""

@@ -13,8 +13,9 @@ from dataclasses import dataclass
 from typing import Any
 
 from adacheck_jax.proof import holdings
+from adacheck_jax.proof.files.journal import Journal
+from adacheck_jax.proof.files.step_file import FilePlace
 from adacheck_jax.proof.holdings import HeldBox
-from adacheck_jax.proof.journal import FilePlace, Journal
 from adacheck_jax.proof.shadow_state import fold_of, size_of
 from adacheck_jax.state.exported_update import ExportedUpdate, ExportedUpdates
 from adacheck_jax.state.planned import structure_of

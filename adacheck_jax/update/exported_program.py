@@ -151,7 +151,12 @@ def load_own(data: bytes) -> UpdateFunction:
     On Explicit axes XLA partitions the exported program in another way than the function that it
     was exported from. So an update with sums is trained, checked and restored by this function.
     """
-    return _caller(jax.export.deserialize(bytearray(data)))
+    return _caller(own(data))
+
+
+def own(data: bytes) -> jax.export.Exported:
+    """Parse an update program that this process exported."""
+    return jax.export.deserialize(bytearray(data))
 
 
 def _caller(exported: jax.export.Exported) -> UpdateFunction:

@@ -88,9 +88,13 @@ class Hosts:
         directory: to work in.
         seed: of all that is random.
         layout: name of the layout of the state.
+        records: True for files with records.
     """
 
-    def __init__(self, directory: Path, seed: int, layout: str, tally: Tally) -> None:
+    def __init__(
+        self, directory: Path, seed: int, layout: str, tally: Tally, *, records: bool
+    ) -> None:
+        self._records = records or None
         self._rng, self._layout, self.tally = random.Random(f"{seed} {layout}"), layout, tally
         self._place = directory / f"{layout}-{seed}"
         self._place.mkdir()
@@ -130,6 +134,7 @@ class Hosts:
         order, port = self._rng.sample(range(HOSTS), HOSTS), free_port()
         shared = {
             "layout": self._layout,
+            "records": self._records,
             "seed": self._rng.randrange(1 << 20),
             "last": last,
             "copies": 1,
@@ -345,7 +350,9 @@ def table(tally: Tally) -> str:
 def main() -> int:
     """Reads the command line, kills, and prints a table."""
     options: dict[str, Any] = {"seed": 0, "minutes": math.inf, "directory": None, "json": False}
-    args = command.parser(__doc__, count=100, **options).parse_args()
+    parser = command.parser(__doc__, count=100, **options)
+    parser.add_argument("--records", action="store_true", help="keep records in the files")
+    args = parser.parse_args()
     directory = args.directory or Path(tempfile.mkdtemp(prefix="hosts-", dir="/dev/shm"))
     tally, hosts, problems = Tally(), list[Hosts](), list[str]()
     rng = random.Random(args.seed)
@@ -353,7 +360,8 @@ def main() -> int:
         for number in command.trials(args.count, args.minutes):
             if number % ROUNDS == 0:
                 layout = LAYOUTS[number // ROUNDS % len(LAYOUTS)]
-                hosts.append(Hosts(directory, args.seed + number, layout, tally))
+                seed = args.seed + number
+                hosts.append(Hosts(directory, seed, layout, tally, records=args.records))
             hosts[-1].round("plain" if number % ROUNDS == 0 else rng.choice(KINDS))
         problems += tally.problems()
     text = "" if args.json else table(tally)

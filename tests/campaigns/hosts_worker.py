@@ -36,7 +36,9 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 import adacheck_jax as adacheck
 from adacheck_jax.device import transfer
-from adacheck_jax.proof.journal import Journal
+from adacheck_jax.proof.files.journal import Journal
+from adacheck_jax.proof.files.record_log import RecordLog
+from adacheck_jax.proof.files.step_file import StepFile
 from tests import support
 from tests.campaigns.crashes import compile_once
 
@@ -64,23 +66,26 @@ def pause() -> None:
 
 def watch() -> None:
     """Tells what lies in the file as soon as it does, and pauses around it."""
-    begin, lift, note = Journal.begin, Journal.lift, Journal.note
+    lift, note = StepFile.lift, Journal.note
 
-    def begun(
-        self: Journal,
-        step: int,
-        updates: Any,
-        sums: Any,
-        passed: Any = None,
-        *more: Any,
-        **options: Any,
-    ) -> None:
-        pause()
-        begin(self, step, updates, sums, passed, *more, **options)
-        tell("stored" if passed is None else "passed", step)
-        pause()
+    def begun(begin: Any) -> Any:
+        def tells(
+            self: StepFile,
+            step: int,
+            updates: Any,
+            sums: Any,
+            passed: Any = None,
+            *more: Any,
+            **options: Any,
+        ) -> None:
+            pause()
+            begin(self, step, updates, sums, passed, *more, **options)
+            tell("stored" if passed is None else "passed", step)
+            pause()
 
-    def lifted(self: Journal) -> None:
+        return tells
+
+    def lifted(self: StepFile) -> None:
         tell("lifted")
         lift(self)
 
@@ -88,7 +93,8 @@ def watch() -> None:
         note(self, count)
         time.sleep(given["chunk_s"])
 
-    Journal.begin, Journal.lift, Journal.note = begun, lifted, noted
+    Journal.begin, RecordLog.begin = begun(Journal.begin), begun(RecordLog.begin)
+    StepFile.lift, Journal.note = lifted, noted
 
 
 def program() -> support.Program:
@@ -168,6 +174,7 @@ def main() -> None:
         directory=given["memory"] if is_shared else f"{given['memory']}/{given['host']}",
         domain=None if is_shared else f"host {given['host']}",
         copies=given["copies"],
+        records=given.get("records"),
         bytes=1000 if given.get("without") == given["host"] else None,
     )
     compile_once(Path(given["compiled"]))

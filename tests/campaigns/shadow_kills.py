@@ -6,7 +6,8 @@ trains a small model that records most steps and saves the others, and sends SIG
 moments, many of them in the middle of a fold: chunks are small, and a pause lies between two. Each
 process recovers what the last one left, compares every bit with a run that was never interrupted,
 trains on from there, and is killed in its turn; some are killed while they recover. What a process
-said to be in the file has to be found by the next one.
+said to be in the file has to be found by the next one. With ``--records`` the file has a base and
+the records since, which devices replay, in so little memory that it is used up now and then.
 """
 
 from __future__ import annotations
@@ -36,7 +37,10 @@ import orbax.checkpoint as ocp
 from etils import epath
 
 import adacheck_jax as adacheck
-from adacheck_jax.proof.journal import Journal
+from adacheck_jax.proof.files import record_log
+from adacheck_jax.proof.files.journal import Journal
+from adacheck_jax.proof.files.record_log import RecordLog
+from adacheck_jax.proof.files.step_file import StepFile
 from adacheck_jax.update.elements import host_fold
 from tests.campaigns import command
 from tests.campaigns.crashes import Child, compile_once, digest, fork
@@ -47,6 +51,8 @@ PAUSE_S = 2e-4
 REFERENCE_STEPS = 120
 """Length of a run; then the next one begins in a new root."""
 KEPT_STEPS, MAX_DELTAS = 3, 12
+RECORDS_BYTES = 5 << 20
+"""Memory of a file with records: of about a dozen."""
 STEPS = (0, 1, 2, 3, 5, 8)
 """A kill comes after one of these numbers of steps."""
 LONGEST_S, START_S = 0.1, 120.0
@@ -55,12 +61,13 @@ LONGEST_S, START_S = 0.1, 120.0
 class Run:
     """A training run with leaves of all kinds: computed, recorded, passed on, and others."""
 
-    def __init__(self, memory: Path | None) -> None:
+    def __init__(self, memory: Path | None, *, records: bool = False) -> None:
         recorder = adacheck.Recorder(optax.adamw(1e-2), dtype=jnp.bfloat16)
         self._chain = optax.chain(optax.clip_by_global_norm(1.0), recorder)
-        self.handler = adacheck.AdaCheckHandler(
-            recorder, max_deltas=MAX_DELTAS, shadow=adacheck.Shadow(directory=memory)
-        )
+        shadow = adacheck.Shadow(directory=memory)
+        if records:
+            shadow = adacheck.Shadow(directory=memory, records=True, bytes=RECORDS_BYTES)
+        self.handler = adacheck.AdaCheckHandler(recorder, max_deltas=MAX_DELTAS, shadow=shadow)
         self.new_state = jax.jit(self._initial)
         self.advance = jax.jit(self._train_step, donate_argnums=0)
 
@@ -104,7 +111,7 @@ class Run:
 
 
 # What a process tells, one line each:
-#   recovered STEP CHUNKS   it has the state of a step from memory, after so many chunks
+#   recovered STEP CHUNKS   it has the state of a step from memory, after so many chunks or records
 #   refused REASON          it has none
 #   restored STEP           it read that step from storage; 0 for none
 #   wrong STEP              a state has other bits than the reference's
@@ -112,10 +119,12 @@ class Run:
 #   over                    the run has all steps
 
 
-def train(directory: Path, root: Path, seed: int, tell: Callable[[str], None]) -> None:
+def train(
+    directory: Path, root: Path, seed: int, tell: Callable[[str], None], *, records: bool
+) -> None:
     """Recovers, and trains until it is killed or the run is over."""
     digests = json.loads((directory / "reference.json").read_text())
-    rng, run = random.Random(seed), Run(directory / "memory")
+    rng, run = random.Random(seed), Run(directory / "memory", records=records)
     reasons: list[str] = []
     handler = logging.Handler()
     handler.emit = lambda record: reasons.append(record.getMessage())
@@ -151,22 +160,37 @@ def train(directory: Path, root: Path, seed: int, tell: Callable[[str], None]) -
 
 def slow_down(tell: Callable[[str], None]) -> list[int]:
     """Pauses after each chunk, and tells of each header; the number of chunks so far."""
-    chunks, note, begin, lift = [0], Journal.note, Journal.begin, Journal.lift
+    chunks, note, lift = [0], Journal.note, StepFile.lift
+    fill, resume = record_log.fill, RecordLog.resume
 
     def slow(self: Journal, count: int) -> None:
         note(self, count)
         chunks[0] += count > 0
         time.sleep(PAUSE_S)
 
-    def told(self: Journal, step: int, *arguments: Any) -> None:
-        begin(self, step, *arguments)
-        tell(f"has {step}")
+    def told(begin: Callable[..., None]) -> Any:
+        def tells(self: StepFile, step: int, *arguments: Any) -> None:
+            begin(self, step, *arguments)
+            tell(f"has {step}")
 
-    def lifted(self: Journal) -> None:
+        return tells
+
+    def lifted(self: StepFile) -> None:
         tell("lifted")
         lift(self)
 
-    Journal.note, Journal.begin, Journal.lift = slow, told, lifted
+    def filled(*arguments: Any) -> None:
+        fill(*arguments)
+        time.sleep(PAUSE_S)
+
+    def resumed(self: RecordLog, step: int | None = None) -> Any:
+        found = resume(self, step)
+        chunks[0] += len(found.records)
+        return found
+
+    Journal.note, StepFile.lift = slow, lifted
+    Journal.begin, RecordLog.begin = told(Journal.begin), told(RecordLog.begin)
+    record_log.fill, RecordLog.resume = filled, resumed
     return chunks
 
 
@@ -187,7 +211,7 @@ class Tally:
     Attributes:
         kills: SIGKILLs sent.
         recovered: states that were recovered from memory.
-        in_fold: those of them whose fold had been stopped in the middle.
+        in_fold: those of them whose fold had been stopped in the middle, or with records to replay.
         newer: those that were newer than the newest step in storage.
         refused: reasons of the others, and how often each.
         wrong: recovered or restored states with other bits than the reference's.
@@ -217,10 +241,11 @@ class Killer:
     Args:
         directory: to work in.
         seed: of the moments.
+        records: True for files with records.
     """
 
-    def __init__(self, directory: Path, seed: int) -> None:
-        self._directory, self._rng = directory, random.Random(seed)
+    def __init__(self, directory: Path, seed: int, *, records: bool) -> None:
+        self._records, self._directory, self._rng = records, directory, random.Random(seed)
         self._root, self._held = directory / "root-0", 0
         self.tally = Tally()
 
@@ -243,7 +268,9 @@ class Killer:
     def kill_once(self) -> None:
         """Starts a process, and kills it somewhen."""
         seed, newest = self._rng.randrange(1 << 30), self._newest()
-        child = self._forked(lambda tell: train(self._directory, self._root, seed, tell))
+        child = self._forked(
+            lambda tell: train(self._directory, self._root, seed, tell, records=self._records)
+        )
         deadline_s = time.monotonic() + START_S
         steps = self._rng.choice(STEPS)
         while child.read(0.02) and time.monotonic() < deadline_s:
@@ -312,7 +339,7 @@ def table(tally: Tally) -> str:
     rows = [
         ("SIGKILLs", tally.kills),
         ("states recovered from memory", tally.recovered),
-        ("of them stopped in the middle of a fold", tally.in_fold),
+        ("of them stopped in the middle of a fold, or replayed", tally.in_fold),
         ("of them newer than storage", tally.newer),
         *((f"refused: {reason}", count) for reason, count in tally.refused.items()),
         ("states with wrong bits", len(tally.wrong)),
@@ -326,9 +353,11 @@ def table(tally: Tally) -> str:
 def main() -> int:
     """Reads the command line, kills, and prints a table."""
     options = {"seed": 0, "minutes": math.inf, "directory": None, "json": False}
-    args = command.parser(__doc__, count=500, **options).parse_args()
+    parser = command.parser(__doc__, count=500, **options)
+    parser.add_argument("--records", action="store_true", help="keep records in the file")
+    args = parser.parse_args()
     directory = args.directory or Path(tempfile.mkdtemp(prefix="shadow-kills-", dir="/dev/shm"))
-    killer, problems = Killer(directory, args.seed), []
+    killer, problems = Killer(directory, args.seed, records=args.records), []
     with command.workplace(directory, problems):
         killer.prepare()
         for _ in command.trials(args.count, args.minutes):

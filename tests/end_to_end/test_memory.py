@@ -51,11 +51,12 @@ def run(
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("records", [None, True], ids=["state", "records"])
 @pytest.mark.parametrize("layout", ["replicated", "cut"])
-def test_another_number_of_processes_recovers_what_was_left_in_memory(tmp_path, layout):
-    before = run(tmp_path, 4, layout, 7, shared=True)
+def test_another_number_of_processes_recovers_what_was_left_in_memory(tmp_path, layout, records):
+    before = run(tmp_path, 4, layout, 7, shared=True, records=records)
     for processes, last in ((2, 10), (1, 12), (2, 14)):
-        now = run(tmp_path, processes, layout, last, shared=True)
+        now = run(tmp_path, processes, layout, last, shared=True, records=records)
         state = next(rest for rest in before["state"] if rest[0] == str(before_last(before)))
         assert now["recovered"] == [state] * processes
         assert len([*(tmp_path / "memory").iterdir()]) == processes

@@ -9,11 +9,12 @@ from tests.faults.test_crashes import printed_by
 
 # A few kills here; `python -m tests.campaigns.shadow_kills` makes hundreds.
 @pytest.mark.slow
-def test_a_run_that_is_killed_at_random_recovers_what_its_file_held(tmp_path):
+@pytest.mark.parametrize("records", [[], ["--records"]], ids=["state", "records"])
+def test_a_run_that_is_killed_at_random_recovers_what_its_file_held(tmp_path, records):
     directory = tmp_path / "run"
     printed = printed_by(
         *("-m", "tests.campaigns.shadow_kills", "--count", 8, "--seed", 3, "--json"),
-        *("--directory", directory),
+        *("--directory", directory, *records),
     )
     found = json.loads(printed)
     assert (found["wrong"], found["lost"], found["failures"]) == ([], [], [])

@@ -10,7 +10,7 @@ import re
 import shutil
 import stat
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import jax
 import jax.numpy as jnp
@@ -21,10 +21,11 @@ import pytest
 
 import adacheck_jax as adacheck
 from adacheck_jax.device import transfer
-from adacheck_jax.proof import journal, shadow_file
+from adacheck_jax.proof.files import shadow_file, step_file
+from adacheck_jax.proof.files.journal import Journal
+from adacheck_jax.proof.files.shadow_file import ShadowFile
+from adacheck_jax.proof.files.step_file import FilePlace
 from adacheck_jax.proof.holdings import Held
-from adacheck_jax.proof.journal import FilePlace, Journal
-from adacheck_jax.proof.shadow_file import ShadowFile
 from adacheck_jax.update import program
 from adacheck_jax.update.elements import host_fold
 from tests import support
@@ -56,9 +57,11 @@ def handler_of(
     *,
     follows: bool = True,
     most_bytes: int | None = None,
+    records: Literal[True] | None = None,
     **options: Any,
 ) -> adacheck.AdaCheckHandler:
-    shadow = adacheck.Shadow(directory=memory if follows else None, bytes=most_bytes)
+    directory = memory if follows else None
+    shadow = adacheck.Shadow(directory=directory, bytes=most_bytes, records=records)
     return adacheck.AdaCheckHandler(recorder, shadow=shadow, **options)
 
 
@@ -287,7 +290,7 @@ def test_damage_anywhere_is_refused_or_harms_nothing(root, memory, caplog):
 
 
 def forget_boot(monkeypatch, run, root, memory):
-    monkeypatch.setattr(journal, "boot", lambda: "another")
+    monkeypatch.setattr(step_file, "boot", lambda: "another")
 
 
 def change_settings(monkeypatch, run, root, memory):
@@ -686,9 +689,9 @@ def test_files_of_an_earlier_run_make_room_unless_a_process_has_them(
     root, memory, monkeypatch, is_used
 ):
     earlier = FilePlace(str(memory), str(root), "default", "a run of two", 1, 2)
-    told = {"format": journal._FORMAT, "held": Held({}).to_json()}
+    told = {"format": step_file._FORMAT, "held": Held({}).to_json()}
     file = ShadowFile(earlier.path, 1 << 14, 1000, 1000)
-    file.create(told | {name: getattr(earlier, name) for name in journal._PLACE})
+    file.create(told | {name: getattr(earlier, name) for name in step_file._PLACE})
     if not is_used:
         file.close()
     allocate, refused = os.posix_fallocate, []

@@ -10,7 +10,7 @@ import jax
 from adacheck_jax.adapter import processes
 from adacheck_jax.adapter.processes import ServiceExchange
 from adacheck_jax.plan.options import Shadow
-from adacheck_jax.proof import journal
+from adacheck_jax.proof.files import step_file
 from adacheck_jax.proof.peers import Peers
 from adacheck_jax.save.attempt import Report
 from adacheck_jax.store import claims
@@ -115,4 +115,4 @@ def _domain() -> str:
     slices = {getattr(each, "slice_index", None) for each in jax.devices()}
     if len(slices) > 1:
         return f"slice {getattr(jax.local_devices()[0], 'slice_index', None)}"
-    return f"machine {journal.boot()}"
+    return f"machine {step_file.boot()}"

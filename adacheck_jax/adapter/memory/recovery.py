@@ -12,9 +12,9 @@ import numpy as np
 from adacheck_jax.adapter import processes
 from adacheck_jax.device.sharding import holders_of
 from adacheck_jax.format.boxes import Blocks, Box, cuts_of
-from adacheck_jax.proof import journal
-from adacheck_jax.proof.journal import FoundFile
-from adacheck_jax.proof.shadow_file import ShadowFileError
+from adacheck_jax.proof.files import step_file
+from adacheck_jax.proof.files.shadow_file import ShadowFileError
+from adacheck_jax.proof.files.step_file import FoundFile
 from adacheck_jax.restore import shared_reads
 from adacheck_jax.restore.shared_reads import (
     SharedPart,
@@ -160,7 +160,7 @@ def found_files(directory: str, root: str, item: str | None) -> list[FoundFile]:
     Raises:
         ShadowFileError: there are none, in a process alone.
     """
-    every = journal.files_in(directory)
+    every = step_file.files_in(directory)
     places = [each.place for each in every]
     found = [x for x in every if x.place.root == root and item in (None, x.place.item)]
     if not found and jax.process_count() == 1:

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
-from typing import Any
+from collections.abc import Collection, Mapping, Sequence
+from contextlib import AbstractContextManager
+from typing import Any, Protocol
 
 import jax
 import jax.numpy as jnp
@@ -11,9 +12,58 @@ import numpy as np
 
 from adacheck_jax.device import transfer
 from adacheck_jax.format.boxes import Box
-from adacheck_jax.format.manifest import Leaf
-from adacheck_jax.restore.deltas.delta_reader import DeltaReader
+from adacheck_jax.format.manifest import Leaf, Pack
 from adacheck_jax.restore.working_set import WorkingSet, like_host
+
+
+class ReplayedDelta(Protocol):
+    """A delta, as its manifest or its record in memory tells of it."""
+
+    @property
+    def has_update(self) -> bool:
+        """True if some recorder made an update."""
+        ...
+
+    @property
+    def updates(self) -> tuple[int, ...]:
+        """Positions of the recorders whose update is replayed."""
+        ...
+
+    @property
+    def stored(self) -> Collection[int]:
+        """Leaves that are stored."""
+        ...
+
+    @property
+    def unreplayed(self) -> Collection[int]:
+        """Leaves that the update computes and that are stored nevertheless."""
+        ...
+
+    @property
+    def packs(self) -> Sequence[Pack]:
+        """Files of it in storage."""
+        ...
+
+
+class StoredLeaves(Protocol):
+    """The leaves that a delta stores, on disk or in memory."""
+
+    @property
+    def delta(self) -> ReplayedDelta:
+        """The delta."""
+        ...
+
+    def stores_whole(self, index: int) -> bool:
+        """True if every box of a leaf is stored as it is, so that no earlier bits matter."""
+        ...
+
+    def patch(self, index: int, box: Box, block: np.ndarray) -> None:
+        """Bring one box of a leaf from the parent's bits to those of this delta, in place."""
+        ...
+
+    def prefetched(self, wanted: Mapping[int, Sequence[Box]]) -> AbstractContextManager[None]:
+        """Read some boxes at once, and keep them inside the context."""
+        ...
 
 
 class Patches:
@@ -25,9 +75,9 @@ class Patches:
     def __init__(self, working: WorkingSet, specs: Sequence[Leaf]) -> None:
         self._working = working
         self._specs = specs
-        self._pending: dict[int, list[DeltaReader]] = {}
+        self._pending: dict[int, list[StoredLeaves]] = {}
 
-    def add(self, reader: DeltaReader) -> None:
+    def add(self, reader: StoredLeaves) -> None:
         """Note what the next delta stores."""
         for index in reader.delta.stored:
             pending = self._pending.setdefault(index, [])
@@ -49,7 +99,7 @@ class Patches:
 
     def apply(self, indices: Collection[int]) -> None:
         """Put the pending patches of these leaves in place."""
-        read_at_once: dict[DeltaReader, list[int]] = {}
+        read_at_once: dict[StoredLeaves, list[int]] = {}
         for index in self._pending.keys() & frozenset(indices):
             readers = self._pending[index]
             if self._working[index] is None:
@@ -80,7 +130,7 @@ def _boxes_of(leaf: Any, spec: Leaf) -> list[Box]:
     return [Box.full(spec.shape)]
 
 
-def _patched(leaf: Any, spec: Leaf, index: int, readers: Sequence[DeltaReader]) -> Any:
+def _patched(leaf: Any, spec: Leaf, index: int, readers: Sequence[StoredLeaves]) -> Any:
     """A leaf after some deltas, of its former type and on its former sharding."""
     plain = transfer.raw(leaf)
     blocks: dict[Box, Any] = {Box.full(spec.shape): plain}

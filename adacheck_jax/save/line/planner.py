@@ -172,7 +172,7 @@ class Planner:
         replayable: bool,
     ) -> Situation:
         """All that a plan may know."""
-        structure, options, facts, is_beyond = snapshot.structure, self._options, None, False
+        structure, options, facts, problem = snapshot.structure, self._options, None, ""
         if parent is not None:
             self.deferred.tip_behind(parent).wait()  # the update is exported there already
         is_new = parent is None and replayable and not structure.on_accelerator
@@ -189,7 +189,7 @@ class Planner:
                 made_depth=self._bases.newest_depth,
                 witness_fits=tip.witness is not None and tip.witness.fits(structure, update),
             )
-            is_beyond = self._is_shadow_beyond(tip, again, counts)
+            problem = self._shadow_problem(tip, again, counts)
         return Situation(
             step=step,
             structure=structure,
@@ -208,18 +208,22 @@ class Planner:
             makes_bases=self._bases.known.are_possible
             if jax.process_count() > 1
             else self.could_make_bases(directory),
-            is_shadow_beyond=is_beyond,
+            shadow_problem=problem,
         )
 
-    def _is_shadow_beyond(self, tip: Tip, again: Pending | None, counts: Counts | None) -> bool:
-        """True if the shadow followed what is not saved: a step that was given up.
+    def _shadow_problem(self, tip: Tip, again: Pending | None, counts: Counts | None) -> str:
+        """The reason why a base is due: the shadow followed what was given up, or has no room.
 
         Of several processes all have to plan alike, and each knows its own shadow alone.
         """
-        if jax.process_count() > 1 or not self._shadow.is_beyond(tip.position):
-            return False
+        if jax.process_count() > 1:
+            return ""
         is_same = again is not None and (counts is None or again.counts() == counts)
-        return not is_same or self._shadow.is_beyond(again)
+        if self._shadow.is_beyond(tip.position) and not (
+            is_same and not self._shadow.is_beyond(again)
+        ):
+            return "the shadow followed another step"
+        return self._shadow.wants_base
 
     def could_make_bases(self, directory: AnyPath) -> bool:
         """True if this process could make a base of the next delta in the background.

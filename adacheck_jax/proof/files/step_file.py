@@ -1,21 +1,4 @@
-"""The contents of a shadow's file, in an order that lets a killed process get its state back.
-
-Beside the copy that updates advance (:mod:`~adacheck_jax.update.elements.host_fold`) the file has
-the leaves that no update computes, as each step was received, and a header for each step: its
-number, its fingerprints, the numbers that the update takes, and where all of it lies.
-
-1. What a step brings is stored where the step before has nothing.
-2. The header says that it is there. From here on the file holds the new step, before here the old.
-3. The update goes over the copy, chunk by chunk; after each the word says how many are complete.
-   No chunk is overwritten before its successor is complete, so whoever finds the file may go on.
-
-What is put over the copy as it lies (a base; leaves that replay gets wrong) has no such order: the
-header says first that there is no step, and then that there is one.
-
-Of several processes each has a file, with the boxes that it holds (``holdings``). There a step has
-three headers: it is stored; it has passed the gate (``peers``), with the fingerprints of all
-processes; it is folded. Until the fold of a step begins the file can go back to the one before it.
-"""
+"""A file in which the steps of one structure's states lie, as it tells of itself and of them."""
 
 from __future__ import annotations
 
@@ -24,33 +7,30 @@ import json
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import jax
-import numpy as np
 
-from adacheck_jax.format.boxes import Blocks, Box
+from adacheck_jax.format.boxes import Blocks
 from adacheck_jax.proof.agreement import Offer, OfferedStep
-from adacheck_jax.proof.holdings import Held
-from adacheck_jax.proof.peers import Peers
-from adacheck_jax.proof.shadow_file import (
+from adacheck_jax.proof.files.shadow_file import (
     SUFFIX,
     ShadowFile,
     ShadowFileError,
     peek,
     remove_unused,
 )
+from adacheck_jax.proof.holdings import Held
+from adacheck_jax.proof.peers import Peers
 from adacheck_jax.state.exported_update import ExportedUpdate
 from adacheck_jax.state.snapshot import Structure
 from adacheck_jax.update import program as update_program
-from adacheck_jax.update.elements.host_fold import HostFold, fill
 
-_FORMAT = 2
+_FORMAT = 3
 _DESCRIPTION_BYTES = 1 << 14
-_LEAF_HEADER_BYTES = 128
+LEAF_HEADER_BYTES = 128
 """Bytes of a leaf in a header, at most: a fingerprint, and a number of 16 bytes in hexadecimal."""
-_ALIGNMENT_BYTES = 64
-_DONE_BITS = 32
+ALIGNMENT_BYTES = 64
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,6 +59,15 @@ class FilePlace:
         run = f"{self.run[:12]}." if self.run else ""
         return Path(self.directory, f"{self.item or 'state'}.{run}{self.process}{SUFFIX}")
 
+    @property
+    def found_bytes(self) -> tuple[int, int]:
+        """Length of the file that is there, and the memory that it takes; 0 if there is none."""
+        try:
+            found = self.path.stat()
+        except OSError:
+            return 0, 0
+        return found.st_size, found.st_blocks * 512
+
     def of(self, peers: Peers | None) -> FilePlace:
         """The place of this process's file in a run."""
         if peers is None:
@@ -94,10 +83,12 @@ class FoundFile:
     Attributes:
         place: its place.
         held: the boxes in it; None for all of a process alone.
+        kind: kind of its contents: that of a :class:`StepFile`.
     """
 
     place: FilePlace
     held: Held | None
+    kind: str
 
 
 def files_in(directory: str) -> list[FoundFile]:
@@ -108,8 +99,13 @@ def files_in(directory: str) -> list[FoundFile]:
             place = FilePlace(directory, *(told[name] for name in _PLACE))
             if place.path == path:
                 held = None if told["held"] is None else Held.of_json(told["held"])
-                found.append(FoundFile(place, held))
+                found.append(FoundFile(place, held, told.get("kind", "")))
     return found
+
+
+def kind_at(path: Path) -> str:
+    """The kind of a file; empty where it tells none."""
+    return (peek(path) or {}).get("kind", "")
 
 
 def remove_others(place: FilePlace) -> bool:
@@ -134,58 +130,94 @@ class Found:
         sums: the fingerprint of each leaf, or what the file's process contributes to it.
         folded: fingerprints of the boxes, by position of the leaf's box in the file, as they were
             when they had been folded; None if they are not known.
+        records: the steps between the state in the blocks and this one, to be replayed.
     """
 
     step: int
     blocks: Mapping[int, Blocks]
     sums: Sequence[int]
     folded: Mapping[str, Sequence[int]] | None = None
+    records: Sequence[Recorded] = ()
 
 
-class Journal:
-    """The file of one structure's states.
+@dataclass(frozen=True, slots=True)
+class Recorded:
+    """A step as it changes the one before it.
 
-    The fold's memory is the file's once that is there.
+    Attributes:
+        updates: positions of the recorders whose update is replayed.
+        unreplayed: leaves that the update computes and that are stored nevertheless.
+        stored: leaves that are stored.
+        blocks: boxes of each of them: views of the file.
     """
 
-    def __init__(
-        self,
-        place: FilePlace,
-        structure: Structure,
-        update: ExportedUpdate,
-        fold: HostFold,
-        held: Held,
-    ) -> None:
-        self.place, self._structure, self._fold = place, structure, fold
-        self._digest, self._held = update.digest, held
-        # A leaf that the update passes through is received, and the copy has it too.
-        self._put_after = sorted(i for i in update.stored if fold.holds(i))
-        self._places: dict[int, list[tuple[Box, int]]] = {}
-        own_bytes = 0
-        for i, leaf in enumerate(structure.leaves):
-            if leaf.nbytes and (i in update.stored or not fold.holds(i)):
-                self._places[i] = []
-                for box in held.boxes(i):
-                    self._places[i].append((box, own_bytes))
-                    nbytes = box.size * leaf.itemsize_bytes
-                    own_bytes += -(-nbytes // _ALIGNMENT_BYTES) * _ALIGNMENT_BYTES
-        self._own_bytes = own_bytes
-        self._told_held = held.to_json() if place.run else None
-        numbers_bytes = 2 * sum(x.nbytes for x in fold.scalars.values())
-        boxes_bytes = len(json.dumps(self._told_held))
-        header_bytes = 1024 + numbers_bytes + _LEAF_HEADER_BYTES * len(structure.leaves)
-        if place.run:
-            header_bytes += boxes_bytes + 2 * _LEAF_HEADER_BYTES * len(structure.leaves)
-        # The copy may begin at any multiple of its alignment.
-        data_bytes = 2 * own_bytes + fold.size_bytes(twice=True) + _ALIGNMENT_BYTES
-        description_bytes = _DESCRIPTION_BYTES + boxes_bytes
-        self.file = ShadowFile(place.path, description_bytes, header_bytes, data_bytes)
-        self._number = 0
+    updates: tuple[int, ...]
+    unreplayed: tuple[int, ...]
+    stored: tuple[int, ...]
+    blocks: Mapping[int, Blocks]
 
     @property
-    def received(self) -> Collection[int]:
-        """The leaves that are stored as each step brings them."""
-        return self._places.keys()
+    def head(self) -> list[list[int]]:
+        """All but the blocks, as JSON."""
+        return [[*self.updates], [*self.unreplayed], [*self.stored]]
+
+    @classmethod
+    def of(cls, head: Sequence[Sequence[int]], blocks: Mapping[int, Blocks]) -> Recorded:
+        """The step of a :attr:`head`."""
+        updates, unreplayed, stored = map(tuple, head)
+        return cls(updates, unreplayed, stored, blocks)
+
+
+class StepChange(Protocol):
+    """A step as it changes the state before it, once its update counters are known."""
+
+    @property
+    def updates(self) -> tuple[int, ...]:
+        """Positions of the recorders whose update is replayed."""
+        ...
+
+    @property
+    def stored(self) -> tuple[int, ...]:
+        """Leaves that are stored."""
+        ...
+
+    @property
+    def unreplayed(self) -> frozenset[int]:
+        """Leaves that the update computes and that are stored nevertheless."""
+        ...
+
+    @property
+    def unchanged(self) -> tuple[int, ...]:
+        """Leaves that must have the bits of the state before."""
+        ...
+
+
+class StepFile:
+    """A file of one structure's states, whose headers tell which step it holds.
+
+    Attributes:
+        place: its place.
+        file: the file itself.
+    """
+
+    kind = ""
+    file: ShadowFile
+
+    def __init__(
+        self, place: FilePlace, structure: Structure, update: ExportedUpdate, held: Held
+    ) -> None:
+        self.place, self._structure, self._held = place, structure, held
+        self._digest, self._number = update.digest, 0
+        self._told_held = held.to_json() if place.run else None
+
+    @property
+    def _layout(self) -> str:
+        """A text that tells where each element lies."""
+        raise NotImplementedError
+
+    @property
+    def _description_bytes(self) -> int:
+        return _DESCRIPTION_BYTES + len(json.dumps(self._told_held))
 
     def create(self) -> None:
         """Make the file; it holds no step.
@@ -223,38 +255,19 @@ class Journal:
         ]
         return {
             "format": _FORMAT,
+            "kind": self.kind,
             "boot": boot(),
             **{name: getattr(self.place, name) for name in _PLACE},
             "held": self._told_held,
             "leaves": _digest_of(repr(leaves)),
             "update": self._digest,
             "settings": update_program.environment(),
-            "layout": _digest_of(f"{self._fold.layout}\n{self._places}"),
+            "layout": _digest_of(self._layout),
         }
 
-    @property
-    def memory(self) -> np.ndarray:
-        """Memory for the copy."""
-        return self.file.data[2 * self._own_bytes :]
-
     def lift(self) -> None:
-        """Say that there is no step, before the copy is overwritten as it lies."""
+        """Say that there is no step, before what lies there is overwritten."""
         self._write({"step": None})
-
-    def receive(self, taken: Collection[int], blocks: Mapping[int, Blocks]) -> None:
-        """Store what a step brings beside that of the step before."""
-        before = {i: self.own(i) for i in self._places}
-        brought = [i for i in taken if blocks.get(i)]
-        self._fold.turn(frozenset(taken).difference(brought))
-        for i in brought:
-            self._fold.put(i, blocks[i])
-        for i, old in before.items():
-            brings = blocks.get(i)
-            for box, new in self.own(i).items():
-                if brings:
-                    fill(new, box, brings)
-                else:
-                    new[...] = old[box]
 
     def begin(
         self,
@@ -265,36 +278,12 @@ class Journal:
         folded: Mapping[str, Sequence[int]] | None = None,
         bad: Collection[int] = (),
     ) -> None:
-        """Say that all is there of a step, but for what its updates compute.
-
-        Args:
-            step: its number.
-            updates: positions of the recorders whose update is still to be folded.
-            sums: fingerprints, or this process's contributions to them.
-            passed: the fingerprints, once all processes have stored the step.
-            folded: fingerprints of the boxes, once the step is folded.
-            bad: owners of the copies that were found bad.
-        """
-        numbers = {str(i): x.tobytes().hex() for i, x in self._fold.scalars.items()}
-        header: dict[str, Any] = {
-            "step": step,
-            "updates": [*updates],
-            "place": self._fold.place,
-            "numbers": numbers,
-            "sums": [sums.get(i, 0) for i in range(len(self._structure.leaves))],
-        }
-        if self.place.run:
-            header |= {"passed": passed, "folded": folded, "bad": [*bad]}
-        self._write(header)
-
-    def note(self, count: int) -> None:
-        """Say how many chunks of the update are complete."""
-        self.file.word = self._number << _DONE_BITS | count
+        """Say that all is there of a step; see :meth:`Journal.begin`."""
+        raise NotImplementedError
 
     def _write(self, header: Mapping[str, Any]) -> None:
         self._number += 1
         self.file.write_header(self._number, header)
-        self.note(0)
 
     def offer(self) -> Offer:
         """Boxes in the file, and the steps that it may be brought to.
@@ -322,20 +311,27 @@ class Journal:
         path, headers = self.file.path, self.file.headers()
         if not headers:
             raise ShadowFileError(f"{path}: no step was complete when its process ended")
-        header, (number, done) = headers[0], divmod(self.file.word, 1 << _DONE_BITS)
-        self._number = header["number"]
-        if header["step"] is None:
+        self._number = headers[0]["number"]
+        if headers[0]["step"] is None:
             raise ShadowFileError(f"{path}: its process ended while it took a whole state")
-        if number not in (self._number, self._number - 1):
-            raise ShadowFileError(f"{path}: its last header is damaged")
-        has_begun = number == self._number and done > 0
-        if has_begun or not self.place.run:
-            return [header]
-        older = (each for each in headers[1:] if each["step"] is not None)
-        return [header, *(each for each in older if not each["updates"])]
+        return [each for each in headers if each["step"] is not None]
+
+    def _header_of(self, step: int | None) -> Mapping[str, Any]:
+        """The header of a step, None for the newest one.
+
+        Raises:
+            ShadowFileError: the file holds no whole step, or not that one.
+        """
+        header = next((x for x in self._headers() if step in (None, x["step"])), None)
+        if header is None:
+            raise ShadowFileError(f"{self.file.path}: expected step {step}, found another")
+        return header
+
+    def ready(self) -> None:
+        """Prepare to bring an open file to a step."""
 
     def resume(self, step: int | None = None) -> Found:
-        """Go on where the process that left the file was stopped; the copy has the memory.
+        """Go on where the process that left the file was stopped.
 
         Args:
             step: the step to bring it to, of those that it offers; None for the newest.
@@ -343,46 +339,14 @@ class Journal:
         Raises:
             ShadowFileError: the file holds no whole step, or not that one.
         """
-        every = self._headers()
-        header = next((x for x in every if step in (None, x["step"])), None)
-        if header is None:
-            raise ShadowFileError(f"{self.file.path}: expected step {step}, found another")
-        number, done = divmod(self.file.word, 1 << _DONE_BITS)
-        fold = self._fold
-        fold.go_to(*header["place"])
-        for i, number_of in header["numbers"].items():
-            old = fold.scalars[int(i)]
-            value = np.frombuffer(bytes.fromhex(number_of), old.dtype).reshape(old.shape)
-            fold.put(int(i), {Box.full(old.shape): value})
-        if header["updates"]:
-            begin = done if number == self._number else 0
-            fold.advance(header["updates"], begin, self.note)
-        for i in self._put_after:
-            fold.put(i, self.own(i))
-        return Found(header["step"], self._blocks(), header["sums"], header.get("folded"))
-
-    def _blocks(self) -> Mapping[int, Blocks]:
-        """All boxes that the file holds for sure."""
-        found = {i: self.own(i) for i in self._places}
-        for i, leaf in enumerate(self._structure.leaves):
-            if leaf.nbytes and i not in found and self._held.boxes(i):
-                found[i] = self._fold.blocks(i)
-        return found
-
-    def own(self, leaf: int) -> Blocks:
-        """A leaf as the step brought it."""
-        dtype, found = jax.numpy.dtype(self._structure.leaves[leaf].dtype), dict[Box, np.ndarray]()
-        for box, offset in self._places[leaf]:
-            start = offset + self._fold.place[1] * self._own_bytes
-            memory = self.file.data[start : start + box.size * dtype.itemsize]
-            found[box] = memory.view(dtype).reshape(box.shape)
-        return found
+        raise NotImplementedError
 
 
 _PLACE = ("root", "item", "run", "process", "count")
 """Attributes of a place that its file tells."""
 _TOLD = {
     "format": "another version of this library wrote it",
+    "kind": "what lies in it is of another kind",
     "boot": "the machine was started anew since",
     "root": "it belongs to another root",
     "item": "it belongs to another item",

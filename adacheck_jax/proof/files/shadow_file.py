@@ -50,8 +50,13 @@ class ShadowFile:
         self._descriptor = -1
         self._memory = np.zeros(0, np.uint8)
 
-    def create(self, description: Mapping[str, Any]) -> None:
+    def create(self, description: Mapping[str, Any], reserved_bytes: int | None = None) -> None:
         """Make the file, or take one that is there for something else.
+
+        Args:
+            description: of what is the same for all steps.
+            reserved_bytes: bytes of the data that have memory at once, before :meth:`reserve`; None
+                for all of them.
 
         Raises:
             ShadowFileError: it cannot be made, or another process has it.
@@ -61,8 +66,9 @@ class ShadowFile:
             self._open(os.O_CREAT)
             if os.fstat(self._descriptor).st_size != self.size_bytes:
                 os.ftruncate(self._descriptor, 0)
-                # Memory that is not there at the first store to it would end the process.
-                os.posix_fallocate(self._descriptor, 0, self.size_bytes)
+                os.ftruncate(self._descriptor, self.size_bytes)
+            whole = self.size_bytes - self._data_at
+            self._reserve(whole if reserved_bytes is None else reserved_bytes)
         except OSError as error:
             self.close(remove=self._descriptor >= 0)
             raise ShadowFileError(f"{self.path}: {error.strerror or error}") from error
@@ -91,6 +97,21 @@ class ShadowFile:
         if found_bytes == self.size_bytes:
             self._map()
         return description
+
+    def reserve(self, stop: int) -> None:
+        """Have memory for the data up to some byte.
+
+        Raises:
+            ShadowFileError: there is none.
+        """
+        try:
+            self._reserve(stop)
+        except OSError as error:
+            raise ShadowFileError(f"{self.path}: {error.strerror or error}") from error
+
+    def _reserve(self, stop: int) -> None:
+        # Memory that is not there at the first store to it would end the process.
+        os.posix_fallocate(self._descriptor, 0, self._data_at + stop)
 
     @property
     def found_bytes(self) -> int:
@@ -199,12 +220,29 @@ def _pages(size_bytes: int) -> int:
 
 def _put(place: np.ndarray, value: Mapping[str, Any]) -> None:
     """Store a value; what is there is none until all of it is."""
-    data = json.dumps(value).encode()
-    length = len(data).to_bytes(_LENGTH_BYTES, "little")
-    whole = _checksum(length + data) + length + data
+    whole = framed(value)
     if len(whole) > len(place):
         raise ShadowFileError(f"expected at most {len(place)} bytes, found {len(whole)}")
     place[: len(whole)] = np.frombuffer(whole, np.uint8)
+
+
+def framed(value: Mapping[str, Any]) -> bytes:
+    """The bytes of a value, which tell their length and if they are whole."""
+    data = json.dumps(value).encode()
+    length = len(data).to_bytes(_LENGTH_BYTES, "little")
+    return _checksum(length + data) + length + data
+
+
+def unframed(memory: np.ndarray) -> tuple[Mapping[str, Any], int]:
+    """The value at the beginning of some memory, and the number of its bytes.
+
+    Raises:
+        ShadowFileError: it is not whole.
+    """
+    length = int.from_bytes(bytes(memory[_CHECKSUM_BYTES:_PLAIN_BYTES]), "little") + _PLAIN_BYTES
+    if length > len(memory) or (value := _found(bytes(memory[:length]))) is None:
+        raise ShadowFileError("a record is damaged")
+    return value, length
 
 
 def _found(place: bytes) -> Mapping[str, Any] | None:

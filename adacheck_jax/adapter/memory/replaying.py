@@ -1,0 +1,112 @@
+"""Records in memory, replayed as the deltas of a restore are."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+import numpy as np
+
+from adacheck_jax.device import transfer
+from adacheck_jax.format.boxes import Box
+from adacheck_jax.format.manifest import Leaf, Update
+from adacheck_jax.proof.files.step_file import Recorded
+from adacheck_jax.restore import compiled_update, working_set
+from adacheck_jax.restore.compiled_update import Shardings, abstract_leaf
+from adacheck_jax.restore.deltas.patches import Patches
+from adacheck_jax.restore.deltas.records import Consumed
+from adacheck_jax.restore.progress import Progress
+from adacheck_jax.restore.replay import Replay
+from adacheck_jax.restore.working_set import WorkingSet
+from adacheck_jax.update import exported_program
+
+_Read = Callable[[int, int, Box], np.ndarray]
+
+
+@dataclass(frozen=True, slots=True)
+class _Delta:
+    """A record, as a delta."""
+
+    updates: tuple[int, ...]
+    stored: frozenset[int]
+    unreplayed: tuple[int, ...]
+    packs: tuple[()] = ()
+
+    @property
+    def has_update(self) -> bool:
+        """True if some recorder made an update."""
+        return bool(self.updates)
+
+
+class _Reader:
+    """Implements :class:`~adacheck_jax.restore.deltas.patches.StoredLeaves` for one record."""
+
+    def __init__(self, number: int, record: Recorded, read: _Read) -> None:
+        self._number, self._read = number, read
+        self.delta = _Delta(record.updates, frozenset(record.stored), record.unreplayed)
+
+    def stores_whole(self, index: int) -> bool:
+        """True: no differences are kept."""
+        return True
+
+    def read(self, index: int, box: Box) -> np.ndarray:
+        """One box of a leaf that is stored."""
+        return self._read(self._number, index, box)
+
+    def patch(self, index: int, box: Box, block: np.ndarray) -> None:
+        """Puts one box of a leaf into its place; see the protocol."""
+        block[...] = self.read(index, box)
+
+    def prefetched(self, wanted: Mapping[int, Sequence[Box]]) -> contextlib.nullcontext[None]:
+        """Nothing: all is in memory."""
+        return contextlib.nullcontext()
+
+
+def replay(
+    leaves: Sequence[Any],
+    specs: Sequence[Leaf],
+    update: Update,
+    program: bytes,
+    records: Sequence[Recorded],
+    read: _Read,
+) -> Sequence[Any]:
+    """Implements :class:`~adacheck_jax.save.recovered.RecordReplay`."""
+    readers = [_Reader(number, record, read) for number, record in enumerate(records)]
+    shardings = working_set.replay_shardings(leaves, update)
+    working = WorkingSet(leaves, shardings)
+    patches = Patches(working, specs)
+    if any(each.delta.has_update for each in readers):
+        exported = exported_program.own(program)
+        compiled = compiled_update.compiled(exported, update, specs, shardings, "memory")
+        with Progress("recovering a state from memory") as told:
+            replaying = Replay(update, compiled, working, patches, shardings, told)
+            replaying.run(readers, _consumed(readers, update, specs, shardings))
+    else:
+        for each in readers:
+            patches.add(each)
+    patches.apply(range(len(specs)))
+    return working.leaves
+
+
+def _consumed(
+    readers: Sequence[_Reader], update: Update, specs: Sequence[Leaf], shardings: Shardings
+) -> Iterator[Consumed]:
+    """What each update consumes, on the shardings for replay; one is placed ahead."""
+    wanted = [abstract_leaf(specs[i], shardings[i]) for i in update.consumed]
+
+    def placed(reader: _Reader) -> Consumed:
+        own = update.consumed_by(reader.delta.updates)
+
+        def read(n: int, box: Box) -> np.ndarray:
+            if update.consumed[n] in own:
+                # An array may use this memory, and the file's is overwritten one day.
+                return np.array(reader.read(update.consumed[n], box))
+            return np.zeros(box.shape, jax.numpy.dtype(wanted[n].dtype))
+
+        arrays = transfer.place_all(wanted, read)
+        return Consumed(arrays[: len(update.record)], arrays[len(update.record) :])
+
+    return (placed(each) for each in readers if each.delta.has_update)

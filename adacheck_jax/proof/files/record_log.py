@@ -1,0 +1,209 @@
+"""A file with a whole state and the steps since it, as each of them was received.
+
+It is kept where the host's arithmetic cannot follow: at a recovery devices replay the steps onto
+the state. Nothing that is there is overwritten but by a whole state, before which the header says
+that there is no step. A step is stored behind the last one; the header, which tells where its end
+is, makes it the file's.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import replace
+from mmap import PAGESIZE
+from typing import Any
+
+import jax
+import numpy as np
+
+from adacheck_jax.format.boxes import Blocks, Box
+from adacheck_jax.proof.files.shadow_file import ShadowFile, ShadowFileError, framed, unframed
+from adacheck_jax.proof.files.step_file import (
+    ALIGNMENT_BYTES,
+    LEAF_HEADER_BYTES,
+    FilePlace,
+    Found,
+    Recorded,
+    StepChange,
+    StepFile,
+)
+from adacheck_jax.proof.holdings import Held
+from adacheck_jax.state.exported_update import ExportedUpdate
+from adacheck_jax.state.snapshot import Structure
+from adacheck_jax.update.elements.host_fold import UnfitError, fill
+
+LEAST_RECORDS = 8
+"""Records that have to fit behind a state: each time that they are there a base is due."""
+_IN_FLIGHT = 4
+"""Steps that may be on their way when it is said that no more fit."""
+
+
+class RecordLog(StepFile):
+    """The file of a whole state and the steps since it.
+
+    Args:
+        place: its place.
+        structure: structure of the states.
+        update: its exported update.
+        held: the boxes in it.
+        most_bytes: the most bytes that it may take.
+
+    Attributes:
+        least_bytes: bytes that it takes with few records.
+    """
+
+    kind = "records"
+
+    def __init__(
+        self,
+        place: FilePlace,
+        structure: Structure,
+        update: ExportedUpdate,
+        held: Held,
+        most_bytes: int,
+    ) -> None:
+        super().__init__(place, structure, update, held)
+        boxes = {i: held.boxes(i) for i, leaf in enumerate(structure.leaves) if leaf.nbytes}
+        self._boxes = {i: each for i, each in boxes.items() if each}
+        self._places, self._state_bytes = self._lay_out([*self._boxes], 0)
+        replayed = structure.computed - update.stored
+        received = [i for i in self._boxes if i not in replayed]
+        self._record_bytes = self._lay_out(received, 0)[1] + _head_bytes(received)
+        self._end = self._state_bytes
+        header_bytes = 1024 + LEAF_HEADER_BYTES * len(structure.leaves) * (2 if place.run else 1)
+        sizes = self._description_bytes, header_bytes
+        least = ShadowFile(place.path, *sizes, 0).size_bytes
+        self.file = ShadowFile(
+            place.path, *sizes, max(most_bytes - least, 0) // PAGESIZE * PAGESIZE
+        )
+        wanted_bytes = self._state_bytes + LEAST_RECORDS * self._record_bytes
+        self.least_bytes = least + -(-wanted_bytes // PAGESIZE) * PAGESIZE
+
+    def _lay_out(
+        self, leaves: Sequence[int], start: int
+    ) -> tuple[dict[int, list[tuple[Box, int]]], int]:
+        """Where the boxes of some leaves begin, one behind another, and where they end."""
+        places: dict[int, list[tuple[Box, int]]] = {}
+        for i in leaves:
+            places[i] = []
+            for box in self._boxes[i]:
+                places[i].append((box, start))
+                nbytes = box.size * self._structure.leaves[i].itemsize_bytes
+                start += _aligned(nbytes)
+        return places, start
+
+    @property
+    def _layout(self) -> str:
+        return f"{self._places} {self.file.size_bytes}"
+
+    def create(self) -> None:
+        """Make the file, with memory for a state; see :meth:`StepFile.create`."""
+        self.file.create(self._description(), self._state_bytes)
+
+    @property
+    def is_filled(self) -> bool:
+        """True if a new state is due, after which there is room again."""
+        room_bytes = len(self.file.data) - self._end
+        return room_bytes < _IN_FLIGHT * self._record_bytes
+
+    def is_whole(self, change: StepChange) -> bool:
+        """True if a step stores all leaves, so that it needs none before it."""
+        return self._boxes.keys() <= {*change.stored}
+
+    def put_state(self, blocks: Mapping[int, Blocks]) -> None:
+        """Store a whole state, in place of what is there.
+
+        Raises:
+            UnfitError: the blocks are not all of it.
+        """
+        self._put(self._places, blocks)
+        self._end = self._state_bytes
+
+    def append(self, change: StepChange, blocks: Mapping[int, Blocks]) -> Mapping[int, Blocks]:
+        """Store a step behind the last one; gives its boxes as they lie there.
+
+        Raises:
+            UnfitError: the blocks are not all that it stores.
+            ShadowFileError: there is no room for it.
+        """
+        leaves = [i for i in change.stored if i in self._boxes]
+        told = Recorded(change.updates, tuple(sorted(change.unreplayed)), change.stored, {})
+        head = framed({"head": told.head})
+        begin = self._end + _aligned(len(head))
+        places, end = self._lay_out(leaves, begin)
+        if end > len(self.file.data):
+            raise ShadowFileError(f"{self.file.path}: no room is left for the record of a step")
+        self.file.reserve(end)
+        self._put(places, blocks)
+        self.file.data[self._end : self._end + len(head)] = np.frombuffer(head, np.uint8)
+        self._end, self._record_bytes = end, max(self._record_bytes, end - self._end)
+        return self._views(places)
+
+    def _put(
+        self, places: Mapping[int, Sequence[tuple[Box, int]]], blocks: Mapping[int, Blocks]
+    ) -> None:
+        for i, own in self._views(places).items():
+            if i not in blocks or not (brought := blocks[i]):
+                path = self._structure.leaves[i].path
+                raise UnfitError(f"a step did not bring {path}, which it stores")
+            for box, memory in own.items():
+                fill(memory, box, brought)
+
+    def _views(self, places: Mapping[int, Sequence[tuple[Box, int]]]) -> dict[int, Blocks]:
+        found = dict[int, Blocks]()
+        for i, boxes in places.items():
+            dtype = jax.numpy.dtype(self._structure.leaves[i].dtype)
+            found[i] = {
+                box: self.file.data[start : start + box.size * dtype.itemsize]
+                .view(dtype)
+                .reshape(box.shape)
+                for box, start in boxes
+            }
+        return found
+
+    @property
+    def state(self) -> Mapping[int, Blocks]:
+        """The state behind which the steps lie: views of the file."""
+        return self._views(self._places)
+
+    def begin(
+        self,
+        step: int,
+        updates: Sequence[int],
+        sums: Mapping[int, int],
+        passed: Sequence[int] | None = None,
+        folded: Mapping[str, Sequence[int]] | None = None,
+        bad: Collection[int] = (),
+    ) -> None:
+        """Say that all is there of the step that was stored last; see :meth:`Journal.begin`."""
+        leaves = range(len(self._structure.leaves))
+        header: dict[str, Any] = {
+            "step": step,
+            "end": self._end,
+            "sums": [sums.get(i, 0) for i in leaves],
+        }
+        if self.place.run:
+            header |= {"passed": passed, "bad": [*bad]}
+        self._write(header)
+
+    def resume(self, step: int | None = None) -> Found:
+        """The state and the steps since it; see :meth:`StepFile.resume`."""
+        header = self._header_of(step)
+        records, self._end = list[Recorded](), self._state_bytes
+        while self._end < header["end"]:
+            head, head_bytes = unframed(self.file.data[self._end :])
+            begin = self._end + _aligned(head_bytes)
+            told = Recorded.of(head["head"], {})
+            leaves = [i for i in told.stored if i in self._boxes]
+            places, self._end = self._lay_out(leaves, begin)
+            records.append(replace(told, blocks=self._views(places)))
+        return Found(header["step"], self.state, header["sums"], records=records)
+
+
+def _aligned(nbytes: int) -> int:
+    return -(-nbytes // ALIGNMENT_BYTES) * ALIGNMENT_BYTES
+
+
+def _head_bytes(leaves: Sequence[int]) -> int:
+    """Bytes that tell what a step stores, about."""
+    return _aligned(len(framed({"head": [[], [], [*leaves]]})))

@@ -1,0 +1,88 @@
+"""A state and the steps since it, kept where the host's arithmetic cannot move the state on."""
+
+# Threads: as of ``shadow_state``.
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Mapping, Sequence
+
+from adacheck_jax.format.boxes import Blocks
+from adacheck_jax.format.byte_loops import fingerprint_of
+from adacheck_jax.proof.files.record_log import RecordLog
+from adacheck_jax.proof.files.shadow_file import ShadowFileError
+from adacheck_jax.proof.files.step_file import StepChange, StepFile
+from adacheck_jax.proof.holdings import Held
+from adacheck_jax.proof.peers import Peers
+from adacheck_jax.proof.shadow_state import Followed, ShadowStep
+from adacheck_jax.state.exported_update import ExportedUpdate
+from adacheck_jax.state.snapshot import Structure
+from adacheck_jax.update.elements.host_fold import UnfitError
+
+_log = logging.getLogger(__name__)
+
+
+class RecordState(Followed):
+    """The steps of a run, stored as they were received; it compares none of them."""
+
+    told_until = "No later step can be recovered from memory, until the next base"
+
+    def __init__(
+        self,
+        structure: Structure,
+        update: ExportedUpdate,
+        held: Held,
+        log: RecordLog,
+        *,
+        is_there: bool = False,
+        peers: Peers | None = None,
+    ) -> None:
+        self._log = log
+        super().__init__(structure, update, held, log, is_there=is_there, peers=peers)
+
+    @property
+    def wants_base(self) -> str:
+        """See :class:`Followed`."""
+        return (
+            "memory for the records since the last base is used up" if self._log.is_filled else ""
+        )
+
+    def _prepare(self) -> None:
+        if self._make_file():
+            self._log.ready()
+
+    def _load(self, begun: ShadowStep) -> None:
+        if self.journal is None:
+            raise ShadowFileError("the state lies in no file")
+        # Until all of it is here the file keeps the step that it has.
+        sums, blocks = begun.sums(), {i: begun.blocks[i] for i in begun.blocks}
+        self._log.lift()
+        self._log.put_state(blocks)
+        self._log.begin(begun.number, (), sums)
+        self._note(begun.number, self._log.state)
+
+    def _move(self, change: StepChange, step: ShadowStep) -> Sequence[int] | None:
+        if self._peers is not None and not self._is_gated:
+            raise ShadowFileError("another process does not follow")
+        replayed = self.structure.computed - self.update.stored
+        if self._peers is not None and change.updates and replayed.intersection(change.stored):
+            raise UnfitError("a process stores what it found wrong, which others may not know")
+        if self._log.is_whole(change):
+            self._load(step)
+        else:
+            own = self._log.append(change, step.blocks)
+            self._log.begin(step.number, (), step.sums())
+            self._note(step.number, own)
+        return self._pass(step, ()) if self._is_gated else None
+
+    def _go_alone(self, journal: StepFile, reason: str) -> None:
+        _log.warning("%s: %s.", self.told_until, reason)  # all files have the last that passed
+
+    def _note(self, step: int, blocks: Mapping[int, Blocks]) -> None:
+        """Notes digests of what was stored, which owners and holders of copies compare."""
+        if self._is_gated:
+            every = [(i, box, x) for i, own in blocks.items() for box, x in own.items()]
+            self._folded = step, {(i, box): fingerprint_of(x, box.start) for i, box, x in every}
+
+    def _proof(self, step: ShadowStep, change: StepChange) -> dict[int, int] | None:
+        return None  # nothing was computed

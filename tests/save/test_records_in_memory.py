@@ -1,0 +1,408 @@
+"""Where the host cannot compute what devices do, memory keeps a base and the records since it."""
+
+from __future__ import annotations
+
+import dataclasses
+import shutil
+import tempfile
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+import adacheck_jax as adacheck
+from adacheck_jax.format.boxes import Box
+from adacheck_jax.proof import holdings, shadow
+from adacheck_jax.proof.files import step_file
+from adacheck_jax.proof.files.record_log import LEAST_RECORDS, RecordLog
+from adacheck_jax.proof.files.shadow_file import ShadowFileError
+from adacheck_jax.proof.files.step_file import FilePlace, kind_at
+from adacheck_jax.state.exported_update import ExportedUpdates
+from adacheck_jax.state.snapshot import Snapshots
+from adacheck_jax.update.binding import recorders_of
+from adacheck_jax.update.elements.host_fold import HostFold
+from tests import support
+from tests.save.test_checks import assert_all_restorable, deltas_of, kinds
+from tests.save.test_recovery import (
+    assert_same,
+    file_of,
+    handler_of,
+    recovered_run,
+    told,
+    wait_for_shadow,
+)
+from tests.support import host_copy, manager_of, mesh_of, save_steps
+
+MESHES = pytest.mark.parametrize("shape", [(1, 1), (4, 2)], ids=["one device", "eight devices"])
+
+
+@pytest.fixture
+def memory(tmp_path) -> Path:
+    return tmp_path / "memory"
+
+
+@pytest.fixture
+def root(tmp_path) -> Path:
+    return tmp_path / "root"
+
+
+def checked(root: Path) -> list[str]:
+    return [each.checked for each in deltas_of(root).values()]
+
+
+@MESHES
+def test_the_next_save_after_a_recovery_is_a_delta_of_the_newest_step(root, memory, shape):
+    run = support.dict_run(mesh_of(shape))
+    with manager_of(root, handler_of(run.recorder, memory, records=True)) as manager:
+        saved = save_steps(manager, run, 3)
+    for _ in range(2):
+        handler = handler_of(run.recorder, memory, records=True)
+        with manager_of(root, handler) as manager:
+            found = handler.recover(root, support.abstract(run.state))
+            assert found is not None
+            assert found[0] == run.count
+            assert handler.restored is not None
+            assert handler.restored.exact
+            assert_same(found[1], saved[run.count])
+            run.state = found[1]
+            saved |= save_steps(manager, run, 2)
+    assert kinds(root) == [*"BRRRRRR"]
+    assert checked(root) == ["sample"] * 6
+    assert_all_restorable(root, saved, run.state, mesh_of((2, 2)))
+
+
+def test_recorded_steps_are_recovered_also_onto_another_mesh(root, memory):
+    run = support.dict_run(mesh_of((4, 2)))
+    handler = handler_of(run.recorder, memory, records=True)
+    with manager_of(root, handler) as manager:
+        save_steps(manager, run, 2)
+        for _ in range(3):
+            run.advance()
+            assert handler.record_step(run.state, run.count)
+        expected = host_copy(run.state)
+        wait_for_shadow(handler)
+        handler.run.saver._shadow.close()
+        for mesh in (mesh_of((2, 2)), mesh_of((1, 1))):
+            other = handler_of(run.recorder, memory, records=True)
+            wanted = support.abstract(run.state, mesh)
+            found = other.recover(root, wanted)
+            other.close()
+            assert found is not None
+            assert found[0] == 5
+            assert_same(found[1], expected)
+            shardings = [jax.tree.map(lambda x: x.sharding, each) for each in (found[1], wanted)]
+            assert shardings[0] == shardings[1]
+
+
+@pytest.mark.parametrize(
+    ("name", "after", "step"),
+    [("append", False, 2), ("append", True, 2), ("begin", False, 2), ("begin", True, 3)],
+)
+def test_a_step_is_the_files_once_its_header_is_there(root, memory, monkeypatch, name, after, step):
+    run = support.dict_run(mesh_of((1, 1)))
+    handler, inner = handler_of(run.recorder, memory, records=True), getattr(RecordLog, name)
+
+    def ends(*args: Any) -> Any:
+        if after:
+            inner(*args)
+        raise RuntimeError("the process ends here")
+
+    with manager_of(root, handler) as manager:
+        states = save_steps(manager, run, 2)
+        wait_for_shadow(handler)
+        with monkeypatch.context() as patch:
+            patch.setattr(RecordLog, name, ends)
+            run.advance()
+            states[3] = host_copy(run.state)
+            assert handler.record_step(run.state, run.count)
+            wait_for_shadow(handler)
+    found = recovered_run(run, root, memory)
+    assert found is not None
+    assert found[0] == step
+    assert_same(found[1], states[step])
+
+
+def test_while_a_base_is_taken_over_the_file_has_no_step(root, memory, monkeypatch, caplog):
+    run = support.dict_run(mesh_of((1, 1)))
+    handler = handler_of(run.recorder, memory, records=True, max_deltas=1)
+
+    def ends(*_: Any) -> None:
+        raise RuntimeError("the process ends here")
+
+    with manager_of(root, handler) as manager:
+        save_steps(manager, run, 2)
+        with monkeypatch.context() as patch:
+            patch.setattr(RecordLog, "begin", ends)
+            save_steps(manager, run, 1)
+            wait_for_shadow(handler)
+    assert kinds(root) == ["B", "R", "B"]
+    assert recovered_run(run, root, memory) is None
+    assert "its process ended while it took a whole state" in told(caplog)
+
+
+def test_what_replay_gets_wrong_and_steps_without_an_update_are_recovered(root, memory):
+    run, expected = support.dict_run(mesh_of((1, 1))), None
+    for step in range(1, 7):
+        handler = handler_of(run.recorder, memory, records=True)
+        with manager_of(root, handler) as manager:
+            found = handler.recover(root, support.abstract(run.state))
+            assert (found is None) == (step == 1)
+            if found is not None:
+                assert found[0] == step - 1
+                assert_same(found[1], expected)
+                run.state = found[1]
+            if step == 4:
+                run.state["step"] += 5
+            else:
+                run.advance()
+            if step in (3, 5):
+                run.state["params"]["in"]["kernel"] *= 1.5
+            jax.block_until_ready(run.state)  # so that it is stored
+            expected = host_copy(run.state)
+            manager.save(step, args=adacheck.SaveArgs(run.state))
+    assert kinds(root) == [*"BRRDRR"]
+    assert [step for step, each in deltas_of(root).items() if each.unreplayed] == [3, 5]
+
+
+def in_use(run: support.Run, memory: Path) -> RecordLog:
+    """A file of a run, as it would be without any room for records."""
+    structure = Snapshots(recorders_of(run.recorder), None).take(run.state).structure
+    update = ExportedUpdates("auto").of(structure)
+    place = FilePlace(str(memory), "", "")
+    return RecordLog(place, structure, update, holdings.whole(structure), 0)
+
+
+@pytest.mark.parametrize("records", [True, False], ids=["record_step", "save"])
+def test_the_memory_that_is_used_up_makes_the_next_save_a_base(root, memory, caplog, records):
+    """Behind recorded steps it is a delta of the whole state."""
+    run, saved = support.dict_run(mesh_of((1, 1))), {}
+    least_bytes = in_use(run, memory).least_bytes
+    handler = handler_of(run.recorder, memory, records=True, most_bytes=least_bytes)
+    with manager_of(root, handler) as manager:
+        for _ in range(3 * LEAST_RECORDS):
+            run.advance()
+            saved[run.count] = host_copy(run.state)
+            if not (records and handler.record_step(run.state, run.count)):
+                manager.save(run.count, args=adacheck.SaveArgs(run.state))
+                manager.wait_until_finished()
+            wait_for_shadow(handler)
+        if records:
+            manager.save(run.count, args=adacheck.SaveArgs(run.state))
+    assert not [x for x in caplog.records if "No later step" in x.getMessage()]
+    assert file_of(memory).stat().st_size <= least_bytes
+    whole = [kind for kind in kinds(root) if kind != "R"]
+    assert records or {*whole} == {"B"}
+    assert 3 <= len(whole) <= 8, kinds(root)
+    found = recovered_run(run, root, memory)
+    assert found is not None
+    assert found[0] == run.count
+    assert_same(found[1], saved[run.count])
+
+
+def test_a_record_without_room_leaves_the_steps_before_it(root, memory, monkeypatch, caplog):
+    run = support.dict_run(mesh_of((1, 1)))
+    least_bytes = in_use(run, memory).least_bytes
+    monkeypatch.setattr(RecordLog, "is_filled", False)
+    handler = handler_of(run.recorder, memory, records=True, most_bytes=least_bytes)
+    with manager_of(root, handler) as manager:
+        saved = save_steps(manager, run, 2 * LEAST_RECORDS)
+    (record,) = [x for x in caplog.records if "No later step" in x.getMessage()]
+    assert "no room is left for the record" in record.getMessage()
+    assert checked(root) == ["sample"] * (2 * LEAST_RECORDS - 1)
+    for step in range(LEAST_RECORDS + 2, 2 * LEAST_RECORDS + 1):
+        shutil.rmtree(root / str(step), ignore_errors=True)
+    found = recovered_run(run, root, memory)
+    assert found is not None
+    assert found[0] in (LEAST_RECORDS + 1, LEAST_RECORDS + 2)
+    assert_same(found[1], saved[found[0]])
+
+
+def test_with_too_little_memory_for_some_records_there_is_none(root, memory, caplog):
+    run = support.dict_run(mesh_of((1, 1)))
+    most_bytes = in_use(run, memory).least_bytes - 1
+    with manager_of(
+        root, handler_of(run.recorder, memory, records=True, most_bytes=most_bytes)
+    ) as m:
+        save_steps(m, run, 2)
+    assert "a state and the records of some steps take" in caplog.text
+    assert not memory.exists()
+
+
+@pytest.mark.parametrize("is_first", [True, False], ids=["from the start", "later"])
+def test_a_host_that_computes_other_bits_keeps_records_from_the_next_base_on(
+    root, memory, monkeypatch, caplog, is_first
+):
+    """On a platform that is no CPU; on one, the same difference refuses the step."""
+    run = support.dict_run(mesh_of((1, 1)))
+    handler, advance, calls = handler_of(run.recorder, memory), HostFold.advance, [0]
+
+    def differs(self: HostFold, *args: Any, **options: Any) -> None:
+        advance(self, *args, **options)
+        calls[0] += 1
+        if is_first or calls[0] > 3:
+            vector = next(each for each in self._vectors if each.slides)
+            vector.part(0, 1).view("u4")[0] ^= 1
+
+    monkeypatch.setattr(HostFold, "advance", differs)
+    with monkeypatch.context() as patch:
+        patch.setattr(shadow, "is_host", lambda: False)
+        with manager_of(root, handler) as manager:
+            saved = dict[int, Any]()
+            for _ in range(8):
+                saved |= save_steps(manager, run, 1)
+                wait_for_shadow(handler)
+    assert "the host computes other bits than the devices" in caplog.text
+    first = 3 if is_first else 6
+    assert [n for n, kind in enumerate(kinds(root), 1) if kind == "B"] == [1, first]
+    assert checked(root)[-2:] == ["sample"] * 2
+    assert kind_at(file_of(memory)) == "records"
+    found = recovered_run(run, root, memory)
+    assert found is not None
+    assert found[0] == 8
+    assert_same(found[1], saved[8])
+
+
+@pytest.mark.parametrize("name", ["adafactor", "muon"])
+def test_an_update_that_the_host_cannot_compute_is_recovered(root, memory, name):
+    tx = {"adafactor": optax.adafactor(1e-2, min_dim_size_to_factor=4), "muon": None}[name]
+    run = support.dict_run(mesh_of((1, 1)), tx or optax.contrib.muon(1e-2))
+    handler = handler_of(run.recorder, memory)
+    with manager_of(root, handler) as manager:
+        saved = save_steps(manager, run, 4)
+    assert kind_at(file_of(memory)) == "records"
+    found = recovered_run(run, root, memory)
+    assert found is not None
+    assert found[0] == 4
+    assert_same(found[1], saved[4])
+
+
+def test_damage_anywhere_is_refused_or_harms_nothing(root, memory):
+    run = support.dict_run(mesh_of((1, 1)))
+    with manager_of(root, handler_of(run.recorder, memory, records=True)) as manager:
+        saved = save_steps(manager, run, 3)
+    path = file_of(memory)
+    with path.open("rb") as file:
+        used = np.flatnonzero(np.frombuffer(file.read(1 << 20), np.uint8))
+    rng, results = np.random.default_rng(0), []
+    for at in [0, 16, 30, *rng.choice(used, 20)]:
+        with path.open("r+b") as file:
+            file.seek(int(at))
+            byte = file.read(1)
+            file.seek(int(at))
+            file.write(bytes([byte[0] ^ 1 << int(rng.integers(8))]))
+        found = recovered_run(run, root, memory)
+        results.append(found is not None)
+        if found is not None:
+            assert_same(found[1], saved[3])
+        with path.open("r+b") as file:
+            file.seek(int(at))
+            file.write(byte)
+    assert {*results} == {False, True}
+    assert recovered_run(run, root, memory) is not None
+
+
+def test_a_file_of_another_kind_is_refused(root, memory):
+    run = support.dict_run(mesh_of((1, 1)))
+    with manager_of(root, handler_of(run.recorder, memory, records=True)) as manager:
+        save_steps(manager, run, 2)
+    (found,) = step_file.files_in(str(memory))
+    structure = in_use(run, memory)._structure
+    update = ExportedUpdates("auto").of(structure)
+    with pytest.raises(ShadowFileError, match="what lies in it is of another kind"):
+        shadow.opened(dataclasses.replace(found, kind="state"), structure, update)
+    with pytest.raises(ShadowFileError, match="expected a file of a kind that is known"):
+        shadow.opened(dataclasses.replace(found, kind="other"), structure, update)
+
+
+@dataclasses.dataclass(frozen=True)
+class Change:
+    """A step, as a plan tells of it."""
+
+    updates: tuple[int, ...]
+    stored: tuple[int, ...]
+    unreplayed: frozenset[int] = frozenset()
+    unchanged: tuple[int, ...] = ()
+
+
+def blocks_of(leaves: Any, indices: Any, rng: np.random.Generator) -> Any:
+    """Random elements of some leaves."""
+
+    def block(i: int) -> Any:
+        value = rng.integers(0, 255, leaves[i].nbytes, np.uint8).view(jnp.dtype(leaves[i].dtype))
+        return {Box.full(leaves[i].shape): value.reshape(leaves[i].shape)}
+
+    return {i: block(i) for i in indices if leaves[i].nbytes}
+
+
+def store(log: RecordLog, change: Change, blocks: Any, step: int, stop: str) -> bool:
+    """Stores a step, until it is killed; False if it was, with no step left in the file."""
+    if log.is_whole(change):
+        log.lift()
+        if stop != "before":
+            log.put_state(blocks)
+    elif stop != "before":
+        log.append(change, blocks)
+    if not stop:
+        log.begin(step, (), {0: step})
+    return not stop
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    steps=st.lists(
+        st.tuples(st.booleans(), st.sampled_from(["", "", "", "before", "stored"])), min_size=1
+    ),
+    seed=st.integers(0, 99),
+)
+def test_whoever_is_killed_when_the_file_holds_the_step_of_its_last_header(steps, seed):
+    """Against a model: a state and a list of records."""
+    run, rng = support.dict_run(mesh_of((1, 1))), np.random.default_rng(seed)
+    with tempfile.TemporaryDirectory() as directory:
+        template = in_use(run, Path(directory))
+        structure, place = template._structure, template.place
+        update, held = ExportedUpdates("auto").of(structure), holdings.whole(structure)
+        log = RecordLog(place, structure, update, held, 3 * template.least_bytes)
+        log.create()
+        every, consumed = tuple(range(len(structure.leaves))), tuple(sorted(structure.consumed))
+        state: Any = None
+        for step, (is_whole, stop) in enumerate(steps):
+            whole = is_whole or state is None
+            change = Change((0,), every if whole else consumed)
+            assert log.is_whole(change) == whole
+            blocks = blocks_of(structure.leaves, change.stored, rng)
+            if not store(log, change, blocks, step, stop):
+                state = None if whole else state
+                break
+            state = (step, blocks, []) if whole else (step, state[1], [*state[2], blocks])
+        log.file.close()
+        other = RecordLog(place, structure, update, held, place.found_bytes[0])
+        other.open()
+        if state is None:
+            with pytest.raises(ShadowFileError):
+                other.resume()
+        else:
+            found = other.resume()
+            assert (found.step, len(found.records)) == (state[0], len(state[2]))
+            assert_blocks(found.blocks, state[1])
+            for each, expected in zip(found.records, state[2], strict=True):
+                assert_blocks(each.blocks, expected)
+        other.file.close()
+
+
+def assert_blocks(found, expected):
+    assert found.keys() == expected.keys()
+    for i, own in expected.items():
+        for box, block in own.items():
+            assert found[i][box].tobytes() == block.tobytes()
+
+
+@pytest.mark.parametrize("options", [{"records": True}, {"records": 5, "directory": "/dev/shm/x"}])
+def test_records_need_a_directory(options):
+    with pytest.raises(ValueError, match=r"Shadow\(records=...\) to be None, or True with"):
+        adacheck.Shadow(**options)
