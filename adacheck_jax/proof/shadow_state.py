@@ -10,6 +10,7 @@ import dataclasses
 import logging
 import math
 from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Set as AbstractSet
 from typing import Protocol
 
 import jax
@@ -71,6 +72,7 @@ class ShadowStep:
         sums: gives this process's contribution to the fingerprint of each leaf; may wait.
         before: the step before it; None for a step to begin with.
         again: the same state, if it was followed already.
+        lost: gives the processes of whose boxes, in ``blocks``, some did not come; may wait.
     """
 
     own: Position
@@ -79,6 +81,7 @@ class ShadowStep:
     sums: Callable[[], Mapping[int, int]]
     before: Position | None = None
     again: Position | None = None
+    lost: Callable[[], AbstractSet[int]] = frozenset
 
 
 class ShadowState:
@@ -229,8 +232,8 @@ class ShadowState:
         else:
             last, found = self._folded or (None, {})
             copies = {i: each for i, each in held.copies.items() if i not in self._bad}
-            digests = [holdings.digests_of(each, found) for each in (held.elsewhere, copies)]
-            answer = peers.gate.agree(step.number, report(sums, *digests, last), judged)
+            own, kept = (holdings.digests_of(each, found) for each in (held.elsewhere, copies))
+            answer = peers.gate.agree(step.number, report(sums, own, kept, last), judged)
         if isinstance(answer, str):
             self._is_gated = False
             if journal is not None:
@@ -239,17 +242,22 @@ class ShadowState:
                 )
                 journal.lift()
             return None
-        own = jax.process_index()
-        if found := {owner for owner, holder in answer["bad"] if holder == own} - self._bad:
-            self._bad |= found
-            _log.warning(
-                "Until the next base this process keeps no copies of the state of process %s: they "
-                "differ from what that process has in memory. Its steps are saved as before.",
-                ", ".join(map(str, sorted(found))),
-            )
+        process = jax.process_index()
+        bad = {owner for owner, holder in answer["bad"] if holder == process}
+        self._drop(bad, "they differ from what that process has in memory")
         assert journal is not None
         journal.begin(step.number, updates, sums, answer["sums"], bad=self._bad)
         return answer["sums"]
+
+    def _drop(self, owners: AbstractSet[int], why: str) -> None:
+        """Offers no copies of some processes' boxes any more, and says so."""
+        if found := self.held.copies.keys() & owners - self._bad:
+            self._bad |= found
+            _log.warning(
+                "Until the next base this process keeps no copies of the state of process %s: %s. "
+                "Its steps are saved as before.",
+                *(", ".join(map(str, sorted(found))), why),
+            )
 
     def _arrive(self, step: ShadowStep, passed: Sequence[int] | None) -> None:
         """Notes in the file that a step which passed the gate is folded."""
@@ -317,8 +325,9 @@ class ShadowState:
         if journal is None or is_alone or any(i in blocks and blocks[i] for i in own):
             self._replace(step, updates, after)
             return self._pass(step, ()) if self._is_gated else None
+        self._drop(step.lost(), "they were not sent")
         journal.receive(self._taken, blocks)
-        journal.begin(step.number, updates, step.sums())
+        journal.begin(step.number, updates, step.sums(), bad=self._bad)
         if self._is_gated:
             passed = self._pass(step, updates)
         self._take(blocks, updates, after)
@@ -340,6 +349,8 @@ class ShadowState:
         if journal is not None:
             # Until all of it is here the file keeps the step that it has.
             sums, blocks = step.sums(), {i: blocks[i] for i in blocks}
+            if self._is_gated:
+                self._drop(step.lost(), "they were not sent")
             journal.lift()
         if anew:  # an update that failed may have left it in between
             self._fold.go_to(False, False)
@@ -350,7 +361,7 @@ class ShadowState:
             journal.receive(self._taken, blocks)
         self._take(blocks, updates, after)
         if journal is not None:
-            journal.begin(step.number, (), sums)
+            journal.begin(step.number, (), sums, bad=self._bad)
 
     def _take(
         self, blocks: Mapping[int, Blocks], updates: Sequence[int], after: Collection[int]
