@@ -37,8 +37,9 @@ class Shadow:
             a whole state and two records; each of several processes has a file of its own, with
             what it writes of a base, and copies.
         copies: number of other failure domains in whose memory what a process writes of a base is
-            kept too, where devices of theirs hold it anyway (data parallelism) and where there are
-            so many; 0 for none. What lies on devices of one domain alone has no copy.
+            kept too, where there are so many; 0 for none. What devices of theirs do not hold anyway
+            (data parallelism) is sent to them, by collectives in the calls that save, record and
+            restore.
         domain: name of the failure domain of this process; processes of one name are lost
             together. None for its machine, or for the slice of its devices where there are several.
         background_bases: True to turn saved deltas into bases in the background, from the shadow,

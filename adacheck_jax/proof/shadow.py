@@ -309,7 +309,7 @@ class ShadowThread:
         if alone_bytes and jax.process_index() == 0:
             _log.warning(
                 "Too few failure domains hold %.1f MiB of %.1f of the state for %d copies in the "
-                "memory of others: if one is lost, storage serves. Shadow(copies=0) keeps none.",
+                "memory of others, and it cannot be sent: if one is lost, storage serves.",
                 alone_bytes / 2**20,
                 sum(each.nbytes for each in structure.leaves) / 2**20,
                 peers.copies,

@@ -117,7 +117,7 @@ def survival_of(
         *kinds,
         process_bytes=sizes[0],
         copies_bytes=sizes[0] - sizes[1],
-        wire_bytes=_sent_bytes(structure, update, parts),
+        wire_bytes=_sent_bytes(structure, parts),
         survived_domains=survived,
         survived_pairs=math.comb(survived, 2) - len(pairs),
     )
@@ -158,15 +158,13 @@ def _file_bytes(
     return sizes
 
 
-def _sent_bytes(structure: Structure, update: ExportedUpdate, parts: Sequence[HeldBox]) -> int:
-    """Bytes that a step brings of the boxes that are sent, once for each copy."""
-    brought = (structure.consumed | update.stored).union(
-        i for i in range(len(structure.leaves)) if i not in structure.touched
-    )
+def _sent_bytes(structure: Structure, parts: Sequence[HeldBox]) -> int:
+    """Bytes of a delta that are sent, once for each copy."""
     return sum(
         part.sent * part.box.size * structure.leaves[i].itemsize_bytes
         for part in parts
-        for i in brought.intersection(part.leaves)
+        for i in part.leaves
+        if i not in structure.computed
     )
 
 

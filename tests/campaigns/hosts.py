@@ -9,9 +9,9 @@ next round has to recover the newest step that the files held whole, on all proc
 that it had when it was trained.
 
 What the files held is told by the processes as it is stored. A copy of each box is left where one
-host is wiped: of a state that each host has (replicated), that two have in halves, and that is cut
-in four, of which copies are sent. A step counts as held once it has passed the gate in a host that is left, or, where
-nothing was wiped, once all hosts have stored it.
+host is wiped: of a state that each host has (replicated), that two have in halves, and of one cut
+in four, whose copies are sent. A step counts as held once it has passed the gate in a host that is
+left, or, where nothing was wiped, once all hosts have stored it.
 
 Kinds of rounds: plain; skew, with pauses around all that is stored; first, in which the host that
 is killed has process 0; corrupt, in which bits are flipped in the file of another host; and newer,

@@ -4,7 +4,8 @@ Usage: hosts_worker.py MODE PROCESS PROCESSES PORT ROOT OUT DEVICES HEARTBEAT
 
 MODE is JSON: the host that this process is, the layout, a seed, the last step, the number of
 copies, the longest pause and that after a chunk, the share of recorded steps, a directory for
-compiled programs, and one for the memory of all hosts: a folder for each, or one machine's. The
+compiled programs, and one for the memory of all hosts: a folder for each, or one machine's. It may
+have hosts of a failure domain, and a host to which a step's storage is refused. The
 process recovers or restores, trains until it is killed or has all steps, and appends to OUT-HOST a
 line for each of:
 
@@ -13,6 +14,7 @@ line for each of:
     state STEP DIGEST                                 a state, before it is recorded or saved
     stored STEP, passed STEP, lifted                  what lies in this host's file, when it does
     said MESSAGE                                      what the library logs
+    sent                                              that copies are sent, at each step
     over                                              all steps are there
 """
 
@@ -35,7 +37,10 @@ from jax.experimental import multihost_utils
 from jax.sharding import NamedSharding, PartitionSpec
 
 import adacheck_jax as adacheck
+from adacheck_jax.adapter import directories
 from adacheck_jax.device import transfer
+from adacheck_jax.device.sending import Sender
+from adacheck_jax.errors import StorageError
 from adacheck_jax.proof.journal import Journal
 from tests import support
 from tests.campaigns.crashes import compile_once
@@ -88,7 +93,12 @@ def watch() -> None:
         note(self, count)
         time.sleep(given["chunk_s"])
 
+    def sent(self: Sender, rows: Any) -> Any:
+        tell("sent")
+        return send(self, rows)
+
     Journal.begin, Journal.lift, Journal.note = begun, lifted, noted
+    send, Sender.send = Sender.send, sent
 
 
 def program() -> support.Program:
@@ -152,6 +162,17 @@ def spoil(manager: Any) -> None:
     shadow._thread.submit(flip).result()
 
 
+def refuse_once() -> None:
+    """Has storage refuse this process the next save, before anything of the state is taken."""
+    look = directories.check_writable
+
+    def refused(directory: Any) -> None:
+        directories.check_writable = look
+        raise StorageError(f"{directory}: refused")
+
+    directories.check_writable = refused
+
+
 def main() -> None:
     """Recovers, and trains."""
     run, reasons = program().run(), list[str]()
@@ -166,7 +187,7 @@ def main() -> None:
     is_shared = given.get("shared", False)
     shadow = adacheck.Shadow(
         directory=given["memory"] if is_shared else f"{given['memory']}/{given['host']}",
-        domain=None if is_shared else f"host {given['host']}",
+        domain=None if is_shared else f"host {given['host'] // given.get('per_domain', 1)}",
         copies=given["copies"],
         bytes=1000 if given.get("without") == given["host"] else None,
     )
@@ -197,6 +218,8 @@ def main() -> None:
             tell("state", step, digest(run.state))
             if (step, given["host"]) == (5, given.get("spoiled")):
                 spoil(manager)
+            if (step, given["host"]) == (5, given.get("refused")):
+                refuse_once()
             if choose.random() < given["recorded"] and manager.handler.record_step(run.state, step):
                 continue
             manager.save(step, args=adacheck.SaveArgs(run.state))
