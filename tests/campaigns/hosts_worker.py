@@ -5,7 +5,7 @@ Usage: hosts_worker.py MODE PROCESS PROCESSES PORT ROOT OUT DEVICES HEARTBEAT
 MODE is JSON: the host that this process is, the layout, a seed, the last step, the number of
 copies, the longest pause and that after a chunk, the share of recorded steps, a directory for
 compiled programs, and one for the memory of all hosts: a folder for each, or one machine's. It may
-have hosts of a failure domain, and a host to which a step's storage is refused. The
+have hosts of a failure domain. The
 process recovers or restores, trains until it is killed or has all steps, and appends to OUT-HOST a
 line for each of:
 
@@ -37,10 +37,8 @@ from jax.experimental import multihost_utils
 from jax.sharding import NamedSharding, PartitionSpec
 
 import adacheck_jax as adacheck
-from adacheck_jax.adapter import directories
 from adacheck_jax.device import transfer
 from adacheck_jax.device.sending import Sender
-from adacheck_jax.errors import StorageError
 from adacheck_jax.proof.journal import Journal
 from tests import support
 from tests.campaigns.crashes import compile_once
@@ -162,17 +160,6 @@ def spoil(manager: Any) -> None:
     shadow._thread.submit(flip).result()
 
 
-def refuse_once() -> None:
-    """Has storage refuse this process the next save, before anything of the state is taken."""
-    look = directories.check_writable
-
-    def refused(directory: Any) -> None:
-        directories.check_writable = look
-        raise StorageError(f"{directory}: refused")
-
-    directories.check_writable = refused
-
-
 def main() -> None:
     """Recovers, and trains."""
     run, reasons = program().run(), list[str]()
@@ -218,8 +205,6 @@ def main() -> None:
             tell("state", step, digest(run.state))
             if (step, given["host"]) == (5, given.get("spoiled")):
                 spoil(manager)
-            if (step, given["host"]) == (5, given.get("refused")):
-                refuse_once()
             if choose.random() < given["recorded"] and manager.handler.record_step(run.state, step):
                 continue
             manager.save(step, args=adacheck.SaveArgs(run.state))

@@ -88,16 +88,6 @@ def test_copies_lie_in_the_other_domain_of_two_with_two_processes_each(tmp_path)
 
 
 @pytest.mark.slow
-def test_a_save_that_is_refused_in_one_process_keeps_no_other_waiting(tmp_path):
-    told = run(tmp_path, 4, "cut", 9, refused=1, recorded=0.0)
-    assert len(told["over"]) == 4
-    shutil.rmtree(tmp_path / "memory")
-    again = run(tmp_path, 4, "cut", 10)
-    states = [rest for rest in told["state"] if rest[0] == "9"]
-    assert again["restored"] == states
-
-
-@pytest.mark.slow
 @pytest.mark.parametrize("layout", ["replicated", "cut"])
 def test_a_bad_copy_costs_the_copy_alone_and_is_told(tmp_path, layout):
     told = run(tmp_path, 2, layout, 9, spoiled=1)
