@@ -77,27 +77,15 @@ def _run(processes: int, *values: Any) -> list[Any]:
     return [json.loads(output.splitlines()[-1]) for output in outputs]
 
 
-def _child(
-    index: int, processes: int, port: str, layout: str, root: str, mb: int, steps: int
-) -> None:
-    os.environ["XLA_FLAGS"] = "--xla_force_host_platform_device_count=1"
+def _begun(processes: int, layout: str, mb: int) -> tuple[Any, Any, Any, int]:
+    """A recorder, a state, the train step, and the bytes of a process's part of the record."""
     import jax
     import jax.numpy as jnp
     import optax
     from jax.sharding import NamedSharding, PartitionSpec
 
     import adacheck_jax as adacheck
-    from adacheck_jax.device.sending import Sender
 
-    jax.config.update("jax_cpu_collectives_implementation", "gloo")
-    jax.distributed.initialize(f"127.0.0.1:{port}", processes, index)
-    sent_bytes, send = list[int](), Sender.send
-
-    def counted(self: Sender, rows: Any) -> Any:
-        sent_bytes.append(sum(x.nbytes for each in rows for lane in each for x in lane))
-        return send(self, rows)
-
-    Sender.send = counted
     mesh = jax.make_mesh((processes,), ("hosts",))
     axes = ("hosts",) if layout == "cut" else ()
     own, everywhere = (NamedSharding(mesh, PartitionSpec(*each)) for each in (axes, ()))
@@ -111,14 +99,37 @@ def _child(
         return {"params": params, "opt_state": chain.init(params)}
 
     shardings = jax.tree.map(lambda x: own if x.ndim else everywhere, jax.eval_shape(begin))
-    state = jax.jit(begin, out_shardings=shardings)()
 
     def train_step(state: Any, step: Any) -> Any:
         gradient = jax.tree.map(lambda x: jnp.sin(x + step), state["params"])
         updates, opt_state = chain.update(gradient, state["opt_state"], state["params"])
         return {"params": optax.apply_updates(state["params"], updates), "opt_state": opt_state}
 
+    state = jax.jit(begin, out_shardings=shardings)()
     train_step = jax.jit(train_step, donate_argnums=0, out_shardings=shardings)
+    return recorder, state, train_step, 2 * _LEAVES * rows * _WIDTH // processes
+
+
+def _child(
+    index: int, processes: int, port: str, layout: str, root: str, mb: int, steps: int
+) -> None:
+    os.environ["XLA_FLAGS"] = "--xla_force_host_platform_device_count=1"
+    import jax
+    import jax.numpy as jnp
+
+    import adacheck_jax as adacheck
+    from adacheck_jax.device.sending import Sender
+
+    jax.config.update("jax_cpu_collectives_implementation", "gloo")
+    jax.distributed.initialize(f"127.0.0.1:{port}", processes, index)
+    sent_bytes, send = list[int](), Sender.send
+
+    def counted(self: Sender, rows: Any) -> Any:
+        sent_bytes.append(sum(x.nbytes for each in rows for lane in each for x in lane))
+        return send(self, rows)
+
+    Sender.send = counted
+    recorder, state, train_step, record_bytes = _begun(processes, layout, mb)
     managers = []
     for copies in (0, 1):
         memory = str(Path(root) / f"memory-{copies}-{index}")
@@ -145,7 +156,6 @@ def _child(
             time.sleep(0.1)
     for manager in managers:
         manager.close()
-    record_bytes = 2 * _LEAVES * rows * _WIDTH // processes
     sent = sent_bytes[-1] / record_bytes if sent_bytes else 0.0
     print(json.dumps({**took_s, "sent": sent}))
 

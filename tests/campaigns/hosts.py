@@ -231,13 +231,17 @@ class Hosts:
         self._expected = 0 if is_gap else known
 
     def _tell_warnings(self, name: str) -> None:
-        """Notes what no kill explains: a copy that differs, or a process that does not follow."""
+        """Notes what no kill explains: a copy that differs, or a process that does not follow.
+
+        What a killed host did not send is told too, and then no step passes the gate any more.
+        """
         told = ("keeps no copies", "Nothing can be recovered", "are checked by sample")
         for own in self._lines:
-            said = (" ".join(words[1:]) for words in own if words[0] == "said")
-            self.tally.failures += [
-                f"{name}: {each}" for each in said if any(words in each for words in told)
-            ]
+            for number, words in enumerate(own):
+                said = " ".join(words[1:]) if words[0] == "said" else ""
+                is_last = not any(later[0] == "passed" for later in own[number:])
+                if any(each in said for each in told) and not (is_last and "not sent" in said):
+                    self.tally.failures.append(f"{name}: {said}")
 
     def _has_begun(self, own: Sequence[Sequence[str]]) -> bool:
         return any(words[0] == "lifted" for words in own)
