@@ -158,8 +158,8 @@ def slow_down(tell: Callable[[str], None]) -> list[int]:
         chunks[0] += count > 0
         time.sleep(PAUSE_S)
 
-    def told(self: Journal, step: int, *arguments: Any) -> None:
-        begin(self, step, *arguments)
+    def told(self: Journal, step: int, *arguments: Any, **options: Any) -> None:
+        begin(self, step, *arguments, **options)
         tell(f"has {step}")
 
     def lifted(self: Journal) -> None:
