@@ -44,6 +44,7 @@ from adacheck_jax.save.attempt import SHARES, Exchange
 from adacheck_jax.save.one_save import Save
 from adacheck_jax.save.recovered import Newest
 from adacheck_jax.save.saver import Saver
+from adacheck_jax.save.sending.consent import Consent
 from adacheck_jax.schedule.stopwatch import Clock
 from adacheck_jax.store.base_writer import ArrayLayout, Name
 from adacheck_jax.store.steps import manifest_file, roots
@@ -133,6 +134,7 @@ class TrainingRun:
         self._process = OneProcess("AdaCheckHandler")
         self._meeting, shadow = threading.Lock(), options.shadow
         self._neighbours = Neighbours(shadow) if shadow and shadow.directory is not None else None
+        self._has_copies = self._neighbours is not None and shadow is not None and shadow.copies > 0
         self._savers: dict[Line, Saver] = {}
         self.stock = StockCheckpoints()
         self._restorer = StepRestorer(self.stock, self._recorders, options.params_path, clock)
@@ -162,10 +164,10 @@ class TrainingRun:
         final, begin_s = roots.committed_path(directory), self._clock()
         exchange = processes.exchange(final)  # before anything is refused in one process alone
         try:
-            with _told(exchange):
+            with _told(exchange), self._consent(exchange) as consent:
                 directories.check_writable(directory)
                 if args.state is not KEPT:
-                    return self._begin(final, place, args, exchange, begin_s)
+                    return self._begin(final, place, args, exchange, consent, begin_s)
                 found = place()
                 saver = self._saver_of(found)
                 with storage_named(final):
@@ -183,6 +185,7 @@ class TrainingRun:
         place: Callable[[], Place],
         args: SaveArgs,
         exchange: Exchange | None,
+        consent: Consent | None,
         begin_s: float,
     ) -> tuple[Begun, SaveArgs]:
         state = inputs.checked_state(args.state, args.save_args)
@@ -203,6 +206,7 @@ class TrainingRun:
                 cast=cast,
                 custom_metadata=custom_metadata,
                 exchange=exchange,
+                consent=consent,
             )
         stored = SaveArgs(
             state,
@@ -266,10 +270,34 @@ class TrainingRun:
     ) -> bool:
         """Take hold of a step for the next save; see :meth:`AdaCheckHandler.record_step`."""
         self._process.enter()
-        state = inputs.checked_state(state)
-        step = inputs.step_number(step)
-        saver = self.saver
-        return saver is not None and saver.defer(state, step, away_bytes=away_bytes)
+        if (saver := self.saver) is None:
+            inputs.checked_state(state)
+            return False
+        line = next(line for line, each in self._savers.items() if each is saver)
+        with self._consent(f"{line}, recorded") as consent:
+            state = inputs.checked_state(state)
+            step = inputs.step_number(step)
+            is_kept = saver.defer(state, step, away_bytes=away_bytes, consent=consent)
+            if consent is not None and not is_kept and saver.sends_copies:
+                consent.refuse()
+        return is_kept
+
+    @contextlib.contextmanager
+    def _consent(self, call: Exchange | str | None) -> Iterator[Consent | None]:
+        """Consent of all processes to send copies in a call of all of them, or their refusal.
+
+        The call is told by its exchange, or by a name, before anything fails in one of them.
+        """
+        found = None
+        if self._has_copies and jax.process_count() > 1:
+            exchange = processes.exchange(call, is_save=False) if isinstance(call, str) else call
+            found = Consent(exchange.beside("copies")) if exchange is not None else None
+        try:
+            yield found
+        except BaseException:
+            if found is not None:
+                found.refuse()
+            raise
 
     @property
     def saver(self) -> Saver | None:
@@ -291,6 +319,10 @@ class TrainingRun:
     def restore(self, directory: AnyPath, args: RestoreArgs) -> PyTree:
         """Restore a step, bit-exact and verified; see :meth:`AdaCheckHandler.restore`."""
         self._process.enter()
+        with self._consent(f"{directory}, restored") as consent:
+            return self._restore(directory, args, consent)
+
+    def _restore(self, directory: AnyPath, args: RestoreArgs, consent: Consent | None) -> PyTree:
         restored = self._restorer.restore(directory, args)
         if restored.lineage is None:
             self.note_stock(restored.directory)
@@ -308,6 +340,7 @@ class TrainingRun:
                     restored.leaves,
                     restored.state,
                     restored.measured,
+                    consent=consent,
                 )
             else:
                 saver.forget()
@@ -335,7 +368,10 @@ class TrainingRun:
             if jax.process_count() == 1 and not any(each.place.run for each in found):
                 step, state = saver.recover(abstract_state, known, replay)
             else:
-                step, state = saver.recover_together(abstract_state, known, found, peers, replay)
+                with self._consent(f"{there}, recovered") as consent:
+                    step, state = saver.recover_together(
+                        abstract_state, known, found, peers, replay, consent
+                    )
             saver.note("recover_s", self._clock() - begin_s)
         except ShadowFileError as error:
             _log.warning(

@@ -77,10 +77,11 @@ def _show_survival(survival: Survival, report: RedundancyReport) -> None:
     if survival.problem:
         print_text(f"nothing; every failure needs storage, because {survival.problem}")
         return
+    sent = ": copies are sent" if survival.wire_bytes else ""
     kinds = (
         ("full", survival.full, "other domains hold all of it anyway"),
-        ("partial", survival.partial, "other domains hold a part of it"),
-        ("none", survival.none, "devices of one domain alone hold it"),
+        ("partial", survival.partial, f"other domains hold a part of it{sent}"),
+        ("none", survival.none, f"devices of one domain alone hold it{sent}"),
     )
     rows = [
         (name, f"{each.leaf_count:,}", decimal(each.leaf_bytes), decimal(each.copied_bytes), why)

@@ -184,7 +184,7 @@ def _sums(shards: Sequence[jax.Array], table: jax.Array) -> jax.Array:
 
 def _of_shard(shard: jax.Array, start: jax.Array) -> jax.Array:
     """Partial sum of one shard."""
-    words = _device_words(shard)
+    words = device_words(shard)
     total = words.astype(jnp.uint64)
     for axis, length in enumerate(words.shape):
         position = start[axis] + jax.lax.iota(jnp.uint64, length)
@@ -192,7 +192,8 @@ def _of_shard(shard: jax.Array, start: jax.Array) -> jax.Array:
     return jnp.sum(total, dtype=jnp.uint64)
 
 
-def _device_words(array: jax.Array) -> jax.Array:
+def device_words(array: jax.Array) -> jax.Array:
+    """Elements as unsigned integers of their size, those of 64 bits and more in words of 32."""
     dtype = array.dtype
     if jnp.issubdtype(dtype, jnp.complexfloating):
         array = jnp.stack([array.real, array.imag], axis=-1)

@@ -243,14 +243,19 @@ def _taken(array: Any, pick: Pick) -> tuple[Any, tuple[slice, ...]]:
     box, position, at = pick
     if not isinstance(array, jax.Array):
         return np.array(array), at  # the caller may change the array in place
-    # addressable_data gives the first shard of a replicated array for every position.
-    data = array
-    if position is not None:
-        data = array.addressable_shards[position].data if position else array.addressable_data(0)
+    data = shard_of(array, position)
     if data.shape == box.shape or not on_accelerator(array):
         return data, at
     # Cut on the device, so that no more bytes than wanted cross to the host.
     return _cut(data, [each.start for each in at], box.shape), Box.full(box.shape).slices
+
+
+def shard_of(array: Any, position: int | None) -> Any:
+    """The shard of an array at the position of a pick."""
+    # addressable_data gives the first shard of a replicated array for every position.
+    if not position:
+        return array if position is None else array.addressable_data(0)
+    return array.addressable_shards[position].data
 
 
 def is_ready(array: Any) -> bool:

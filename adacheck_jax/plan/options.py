@@ -41,8 +41,9 @@ class Shadow:
             that where the host turns out to compute other bits than the devices, or cannot compute
             the update. When ``bytes`` are used up a process alone saves a base.
         copies: number of other failure domains in whose memory what a process writes of a base is
-            kept too, where devices of theirs hold it anyway (data parallelism) and where there are
-            so many; 0 for none. What lies on devices of one domain alone has no copy.
+            kept too, where there are so many; 0 for none. What devices of theirs do not hold anyway
+            (data parallelism) is sent to them, by collectives in the calls that save, record and
+            restore.
         domain: name of the failure domain of this process; processes of one name are lost
             together. None for its machine, or for the slice of its devices where there are several.
         background_bases: True to turn saved deltas into bases in the background, from the shadow,

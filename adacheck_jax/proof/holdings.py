@@ -1,8 +1,8 @@
 """Boxes that the shadow of each process holds: its own, and copies of what others own.
 
 Every process computes the same from layouts and failure domains, with no exchange. The second owner
-of a box is a process in another failure domain whose devices hold the box anyway, so that it has
-the record without asking for it; a box that devices of one domain alone hold has none.
+of a box is a process in another failure domain, if there is one whose devices hold the box anyway,
+so that it has the record without asking for it. To others the box is sent.
 
 A number that is not cut is held by each process that has all that it is computed from.
 """
@@ -16,8 +16,10 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import jax
+import numpy as np
 
 from adacheck_jax.device.sharding import Layout
+from adacheck_jax.device.transfer import is_narrow
 from adacheck_jax.format.boxes import Box
 from adacheck_jax.format.fingerprint import combine
 from adacheck_jax.state.snapshot import Structure
@@ -36,11 +38,13 @@ class HeldBox:
         leaves: positions of the leaves, which one operation takes and computes together.
         box: the box.
         owners: its owner, and then those of its copies, each in another failure domain.
+        sent: number of them, at the end, to whom it has to be sent: no device of theirs holds it.
     """
 
     leaves: tuple[int, ...]
     box: Box
     owners: tuple[int, ...]
+    sent: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -164,20 +168,30 @@ def parts_of(
         is_known = pieces is not None or i not in touched
         if leaf.nbytes and is_known and i not in in_rows and i not in scalars:
             rows[i] = (i,)
-    load_bytes, parts = [0] * len(domains), list[HeldBox]()
+    placing, parts = _Placing(domains, copies), list[HeldBox]()
     # What no update touches comes first: its owners are known before the update is.
     for first, row in sorted(rows.items(), key=lambda pair: (pair[0] in touched, pair[0])):
         row_bytes = sum(leaves[i].itemsize_bytes for i in row)
         lying = [*{id(x): x for x in (structure.layouts[i] for i in row)}.values()]  # mostly one
+        is_whole = not any(is_narrow(np.dtype(leaves[i].dtype)) for i in row)
         for box, owner in zip(leaves[first].boxes, leaves[first].owners, strict=True):
-            owners = [owner]
+            found, sent = [owner], 0
             if copies and domains:
                 able = frozenset.intersection(*(_holders(each, box) for each in lying))
-                owners += _others(owner, able, domains, copies, load_bytes)
-                for each in owners[1:]:
-                    load_bytes[each] += box.size * row_bytes
-            parts.append(HeldBox(row, box, tuple(owners)))
+                sends = is_whole and owner in able
+                found += placing.others(owner, able, box.size * row_bytes, sends=sends)
+                sent = sum(each not in able for each in found[1:])
+            parts.append(HeldBox(row, box, tuple(found), sent))
     return parts
+
+
+def may_be_sent(structure: Structure, domains: Sequence[str], copies: int) -> bool:
+    """True if devices of too few domains hold some box, as far as is known without the update."""
+    return copies > 0 and any(
+        len({domains[each] for each in held}) <= copies
+        for leaf, layout in zip(structure.leaves, structure.layouts, strict=True)
+        for held in ({*layout.replicas} if leaf.nbytes else ())
+    )
 
 
 def unprotected_bytes(structure: Structure, parts: Iterable[HeldBox], copies: int) -> int:
@@ -213,34 +227,58 @@ def _holders(layout: Layout, box: Box) -> frozenset[int]:
     return frozenset(layout.replicas[place])
 
 
-def _others(
-    owner: int,
-    able: Iterable[int],
-    domains: Sequence[str],
-    copies: int,
-    load_bytes: Sequence[int],
-) -> list[int]:
-    """The owners of copies: in domains of their own, those of the owner's group first.
+class _Placing:
+    """The choice of owners of copies, box by box.
 
     Domains are grouped by as many as hold a box, and the next ones serve where no other of the
     group can (Gemini, SOSP '23): so few of all sets of domains are fatal if they are lost at once.
     """
-    numbers = {name: n for n, name in enumerate(dict.fromkeys(domains))}
-    chosen, used, first = list[int](), {domains[owner]}, numbers[domains[owner]]
 
-    def rank(process: int) -> tuple[bool, int, int, int]:
-        number = numbers[domains[process]]
-        is_apart = number // (copies + 1) != first // (copies + 1)
-        return is_apart, (number - first) % len(numbers), load_bytes[process], process
+    def __init__(self, domains: Sequence[str], copies: int) -> None:
+        numbers = {name: n for n, name in enumerate(dict.fromkeys(domains))}
+        self._copies, self._number_of = copies, [numbers[each] for each in domains]
+        self._members: list[list[int]] = [[] for _ in numbers]
+        for process, number in enumerate(self._number_of):
+            self._members[number].append(process)
+        self._load_bytes = [0] * len(domains)
+        self._order: dict[int, dict[int, int]] = {}
 
-    while len(chosen) < copies:
-        left = [each for each in able if domains[each] not in used]
-        if not left:
-            break
-        best = min(left, key=rank)
-        chosen.append(best)
-        used.add(domains[best])
-    return chosen
+    def others(self, owner: int, able: Iterable[int], nbytes: int, *, sends: bool) -> list[int]:
+        """Owners of the copies of a box, of so many bytes, in domains of their own.
+
+        Those whose devices are ``able`` to give it come first. To others it is sent, if it can be:
+        all of one owner's boxes to the same process of a domain.
+        """
+        chosen, order = list[int](), self._order_for(owner)
+        used, place = {self._number_of[owner]}, self._members[self._number_of[owner]].index(owner)
+
+        def rank(process: int) -> tuple[int, int, int]:
+            return order[self._number_of[process]], self._load_bytes[process], process
+
+        for best in sorted(able, key=rank):
+            if len(chosen) < self._copies and self._number_of[best] not in used:
+                chosen.append(best)
+                used.add(self._number_of[best])
+        for number in order if sends else ():
+            if len(chosen) < self._copies and number not in used:
+                chosen.append(self._members[number][place % len(self._members[number])])
+        for each in chosen:
+            self._load_bytes[each] += nbytes
+        return chosen
+
+    def _order_for(self, owner: int) -> dict[int, int]:
+        """The domains by their order as places for an owner's copies: those of its group first."""
+        first, count, size = self._number_of[owner], len(self._members), self._copies + 1
+        if first not in self._order:
+            last = max(count // size, 1) - 1  # a group of fewer domains joins the one before it
+            group = [min(n // size, last) for n in range(count)]
+
+            def key(number: int) -> tuple[bool, int]:
+                return group[number] != group[first], (number - first) % count
+
+            ordered = sorted(range(count), key=key)
+            self._order[first] = {number: place for place, number in enumerate(ordered)}
+        return self._order[first]
 
 
 def number_holders(structure: Structure, pieces: Pieces, count: int) -> dict[int, Collection[int]]:

@@ -14,7 +14,7 @@ from adacheck_jax.proof.files.shadow_file import ShadowFileError
 from adacheck_jax.proof.files.step_file import StepChange, StepFile
 from adacheck_jax.proof.holdings import Held
 from adacheck_jax.proof.peers import Peers
-from adacheck_jax.proof.shadow_state import Followed, ShadowStep
+from adacheck_jax.proof.shadow_state import NOT_SENT, Followed, ShadowStep
 from adacheck_jax.state.exported_update import ExportedUpdate
 from adacheck_jax.state.snapshot import Structure
 from adacheck_jax.update.elements.host_fold import UnfitError
@@ -56,9 +56,10 @@ class RecordState(Followed):
             raise ShadowFileError("the state lies in no file")
         # Until all of it is here the file keeps the step that it has.
         sums, blocks = begun.sums(), {i: begun.blocks[i] for i in begun.blocks}
+        self._drop(begun.lost(), NOT_SENT)
         self._log.lift()
         self._log.put_state(blocks)
-        self._log.begin(begun.number, (), sums)
+        self._log.begin(begun.number, (), sums, bad=self._bad)
         self._note(begun.number, self._log.state)
 
     def _move(self, change: StepChange, step: ShadowStep) -> Sequence[int] | None:
@@ -70,8 +71,9 @@ class RecordState(Followed):
         if self._log.is_whole(change):
             self._load(step)
         else:
+            self._drop(step.lost(), NOT_SENT)
             own = self._log.append(change, step.blocks)
-            self._log.begin(step.number, (), step.sums())
+            self._log.begin(step.number, (), step.sums(), bad=self._bad)
             self._note(step.number, own)
         return self._pass(step, ()) if self._is_gated else None
 

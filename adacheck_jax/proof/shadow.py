@@ -15,6 +15,7 @@ Other systems keep such a replica for recovery alone (LowDiff+, AdaCheck); none 
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import logging
 from collections.abc import Callable, Mapping, Sequence
@@ -36,7 +37,7 @@ from adacheck_jax.proof.files.step_file import (
     remove_others,
 )
 from adacheck_jax.proof.free_memory import free_bytes
-from adacheck_jax.proof.holdings import Held
+from adacheck_jax.proof.holdings import Held, HeldBox
 from adacheck_jax.proof.peers import Peers
 from adacheck_jax.proof.record_state import RecordState
 from adacheck_jax.proof.shadow_state import (
@@ -79,6 +80,7 @@ class ShadowThread:
         self._most_bytes, self._place, self._peers = most_bytes, place, peers
         self._keeps_records, self._due, self._loaded = keeps_records, "", None
         self._copied: tuple[Structure, Held | None, Mapping[int, Sequence[Box]]] | None = None
+        self._sent: tuple[Structure, ExportedUpdate, Sequence[HeldBox]] | None = None
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="adacheck_shadow")
         self._state: Followed | None = None
         self._refused: tuple[Structure, ExportedUpdate] | None = None
@@ -98,10 +100,9 @@ class ShadowThread:
         A run that is being saved stays where it is: most steps that it restores are looked at, and
         not gone on from.
         """
-        copy = self._state
-        stays = self._peers is not None or (copy is not None and not copy.is_lost)
-        if is_restored and self._follows_saves and stays:  # several processes have to do alike
+        if is_restored and self.stays:
             return
+        copy = self._state
         self._follows_saves = not is_restored
         if self._peers is not None:
             self._peers.gate.end()  # nobody need come to the steps before
@@ -113,6 +114,36 @@ class ShadowThread:
             self._loaded = self._thread.submit(copy.load, begun)
         else:
             self._miss(begun.number)
+
+    @property
+    def stays(self) -> bool:
+        """True if it follows a run that is being saved, and takes no restored step."""
+        copy = self._state  # several processes have to do alike
+        return self._follows_saves and (
+            self._peers is not None or (copy is not None and not copy.is_lost)
+        )
+
+    @property
+    def follows(self) -> bool:
+        """True if there is one that has not lost its step."""
+        return self._state is not None and not self._state.is_lost
+
+    def may_be_sent(self, structure: Structure) -> bool:
+        """True if boxes may be sent for copies of them, before the update is known."""
+        peers = self._peers
+        return peers is not None and holdings.may_be_sent(structure, peers.domains, peers.copies)
+
+    def sent(self, structure: Structure, update: ExportedUpdate) -> Sequence[HeldBox]:
+        """The boxes, of all processes, that are sent for copies of them."""
+        peers, pieces = self._peers, update.pieces
+        if peers is None or not peers.copies or pieces is None:
+            return ()
+        if self._sent is None or self._sent[0] is not structure or self._sent[1] is not update:
+            parts = list[HeldBox]()
+            with contextlib.suppress(UnfitError):  # no process has a shadow then
+                parts = holdings.parts_of(structure, pieces, peers.domains, peers.copies)
+            self._sent = structure, update, [each for each in parts if each.sent]
+        return self._sent[2]
 
     def miss(self, step: int, *, is_restored: bool) -> None:
         """Takes no state from a step that :meth:`start` might have taken, and tells the others."""
@@ -184,8 +215,7 @@ class ShadowThread:
     @property
     def has_room_for_copy(self) -> bool:
         """True if there is a shadow, and room for it once more."""
-        copy = self._state
-        return copy is not None and not copy.is_lost and copy.has_room_for_copy
+        return self._state is not None and self.follows and self._state.has_room_for_copy
 
     def copy(
         self, position: Position, others: Mapping[int, Blocks], copies: Future[Copies]
@@ -347,7 +377,7 @@ class ShadowThread:
         if alone_bytes and jax.process_index() == 0:
             _log.warning(
                 "Too few failure domains hold %.1f MiB of %.1f of the state for %d copies in the "
-                "memory of others: if one is lost, storage serves. Shadow(copies=0) keeps none.",
+                "memory of others, and it cannot be sent: if one is lost, storage serves.",
                 alone_bytes / 2**20,
                 sum(each.nbytes for each in structure.leaves) / 2**20,
                 peers.copies,

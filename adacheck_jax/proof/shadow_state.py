@@ -10,6 +10,7 @@ import dataclasses
 import logging
 import math
 from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Set as AbstractSet
 
 import jax
 import numpy as np
@@ -33,6 +34,8 @@ _log = logging.getLogger(__name__)
 
 Position = object
 """A step of the run, told from all others by identity: a staged one, or a restored one."""
+NOT_SENT = "they were not sent"
+"""Why a process drops copies of another one's boxes."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -47,6 +50,7 @@ class ShadowStep:
         sums: gives this process's contribution to the fingerprint of each leaf; may wait.
         before: the step before it; None for a step to begin with.
         again: the same state, if it was followed already.
+        lost: gives the processes of whose boxes, in ``blocks``, some did not come; may wait.
     """
 
     own: Position
@@ -55,6 +59,7 @@ class ShadowStep:
     sums: Callable[[], Mapping[int, int]]
     before: Position | None = None
     again: Position | None = None
+    lost: Callable[[], AbstractSet[int]] = frozenset
 
 
 class Followed:
@@ -223,21 +228,16 @@ class Followed:
         else:
             last, found = self._folded or (None, {})
             copies = {i: each for i, each in held.copies.items() if i not in self._bad}
-            digests = [holdings.digests_of(each, found) for each in (held.elsewhere, copies)]
-            answer = peers.gate.agree(step.number, report(sums, *digests, last), judged)
+            own, kept = (holdings.digests_of(each, found) for each in (held.elsewhere, copies))
+            answer = peers.gate.agree(step.number, report(sums, own, kept, last), judged)
         if isinstance(answer, str):
             self._is_gated = False
             if journal is not None:
                 self._go_alone(journal, answer)
             return None
-        own = jax.process_index()
-        if found := {owner for owner, holder in answer["bad"] if holder == own} - self._bad:
-            self._bad |= found
-            _log.warning(
-                "Until the next base this process keeps no copies of the state of process %s: they "
-                "differ from what that process has in memory. Its steps are saved as before.",
-                ", ".join(map(str, sorted(found))),
-            )
+        process = jax.process_index()
+        bad = {owner for owner, holder in answer["bad"] if holder == process}
+        self._drop(bad, "they differ from what that process has in memory")
         assert journal is not None
         journal.begin(step.number, updates, sums, answer["sums"], bad=self._bad)
         return answer["sums"]
@@ -255,6 +255,16 @@ class Followed:
             "%s: the copy of the state in host memory could not be moved on: %s: %s",
             *(self.told_until, type(error).__name__, error),
         )
+
+    def _drop(self, owners: AbstractSet[int], why: str) -> None:
+        """Offers no copies of some processes' boxes any more, and says so."""
+        if found := self.held.copies.keys() & owners - self._bad:
+            self._bad |= found
+            _log.warning(
+                "Until the next base this process keeps no copies of the state of process %s: %s. "
+                "Its steps are saved as before.",
+                *(", ".join(map(str, sorted(found))), why),
+            )
 
 
 class ShadowState(Followed):
@@ -360,8 +370,9 @@ class ShadowState(Followed):
         if journal is None or is_alone or any(i in blocks and blocks[i] for i in own):
             self._replace(step, updates, after)
             return self._pass(step, ()) if self._is_gated else None
+        self._drop(step.lost(), NOT_SENT)
         journal.receive(self._taken, blocks)
-        journal.begin(step.number, updates, step.sums())
+        journal.begin(step.number, updates, step.sums(), bad=self._bad)
         if self._is_gated:
             passed = self._pass(step, updates)
         self._take(blocks, updates, after)
@@ -383,6 +394,8 @@ class ShadowState(Followed):
         if journal is not None:
             # Until all of it is here the file keeps the step that it has.
             sums, blocks = step.sums(), {i: blocks[i] for i in blocks}
+            if self._is_gated:
+                self._drop(step.lost(), NOT_SENT)
             journal.lift()
         if anew:  # an update that failed may have left it in between
             self._fold.go_to(False, False)
@@ -393,7 +406,7 @@ class ShadowState(Followed):
             journal.receive(self._taken, blocks)
         self._take(blocks, updates, after)
         if journal is not None:
-            journal.begin(step.number, (), sums)
+            journal.begin(step.number, (), sums, bad=self._bad)
 
     def _take(
         self, blocks: Mapping[int, Blocks], updates: Sequence[int], after: Collection[int]

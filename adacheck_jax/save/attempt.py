@@ -52,6 +52,9 @@ class Exchange(Protocol):
     def fail(self, topic: str, error: BaseException) -> None:
         """Tells the other processes, instead of a report, that this one failed."""
 
+    def tell(self, topic: str, report: Report) -> None:
+        """Posts this process's report, or as process 0 the answer, and waits for nobody."""
+
     def refusal(self, topic: str) -> AdaCheckError | None:
         """The error that process 0 has told the others; None if it has told none so far."""
         ...

@@ -33,6 +33,7 @@ from adacheck_jax.plan.situation import BackgroundFacts, sizes_of
 from adacheck_jax.proof.files.step_file import FilePlace, FoundFile
 from adacheck_jax.proof.peers import Peers
 from adacheck_jax.proof.shadow import ShadowThread
+from adacheck_jax.proof.shadow_state import ShadowStep
 from adacheck_jax.save import copies as host_copies
 from adacheck_jax.save import recovered, together
 from adacheck_jax.save.attempt import Attempt, Exchange
@@ -45,6 +46,7 @@ from adacheck_jax.save.line.planner import Planner, sums_of
 from adacheck_jax.save.one_save import Save
 from adacheck_jax.save.pending import Pending
 from adacheck_jax.save.recovered import Newest, RecordReplay, Recovered
+from adacheck_jax.save.sending.consent import Consent
 from adacheck_jax.save.staging import Stager, with_others
 from adacheck_jax.save.together import Together
 from adacheck_jax.schedule.line import LineSchedule
@@ -105,6 +107,7 @@ class Saver:
         measured: Mapping[str, float],
         *,
         has_shadow: bool = False,
+        consent: Consent | None = None,
     ) -> None:
         """Makes a restored step the parent of the next save.
 
@@ -131,12 +134,12 @@ class Saver:
         if has_shadow:
             self._shadow.stand_at(tip)
         if snapshot is not None:
-            structure, sums, blocks = snapshot.structure, dict(enumerate(saved.fingerprints)), None
+            sums, begun = dict(enumerate(saved.fingerprints)), None
             if jax.process_index():  # what all contribute adds up to the fingerprints
                 sums = dict.fromkeys(sums, 0)
-            if not (has_shadow or structure.on_accelerator):
-                blocks = self._stager.restored_blocks(snapshot)
-            self._stager.prepare_next(tip, snapshot, blocks, lambda: sums, is_restored=True)
+            if not (has_shadow or snapshot.structure.on_accelerator):
+                begun = self._stager.restored(snapshot, tip, sums, consent)
+            self._stager.prepare_next(tip, snapshot, begun, is_restored=True)
         with self._lock:
             distrusted = [specs[i].path for i in saved.caution.distrusted]
             self._planner.distrust.learn(saved.caution.reason, distrusted)
@@ -174,6 +177,7 @@ class Saver:
         files: Sequence[FoundFile],
         peers: Together,
         replay: RecordReplay,
+        consent: Consent | None,
     ) -> tuple[int, PyTree]:
         """As :meth:`recover`, from the files that all processes found of one run; collective.
 
@@ -181,7 +185,7 @@ class Saver:
         """
         args = self._planner, abstract_state, newest, files, peers, replay
         found = together.state_of(*args)
-        self._follow_recovered(found, newest, has_shadow=False)
+        self._follow_recovered(found, newest, has_shadow=False, consent=consent)
         return found.step, found.state
 
     def note(self, name: str, seconds: float) -> None:
@@ -190,13 +194,18 @@ class Saver:
             self._watch.note(name, seconds)
 
     def _follow_recovered(
-        self, found: Recovered, newest: Newest | None, *, has_shadow: bool
+        self,
+        found: Recovered,
+        newest: Newest | None,
+        *,
+        has_shadow: bool,
+        consent: Consent | None = None,
     ) -> None:
         if newest is None or found.lineage is None:
             self.forget()
             return
         args = found.lineage, newest.number, found.leaves, found.state, {}
-        self.follow(*args, has_shadow=has_shadow)
+        self.follow(*args, has_shadow=has_shadow, consent=consent)
 
     def forget(self) -> None:
         """Makes the next save a base: what was restored is no step that another can build on."""
@@ -210,6 +219,11 @@ class Saver:
         parents = self._planner.parents
         return parents.saved is not None or not parents.is_empty
 
+    @property
+    def sends_copies(self) -> bool:
+        """True if processes of this run were asked to send copies."""
+        return self._stager.wire.is_used
+
     def begin(
         self,
         directory: AnyPath,
@@ -220,6 +234,7 @@ class Saver:
         cast: frozenset[str] = frozenset(),
         custom_metadata: Any = None,
         exchange: Exchange | None = None,
+        consent: Consent | None = None,
     ) -> Save:
         """Plans and stages a save; the only part of it that blocks the caller.
 
@@ -240,7 +255,8 @@ class Saver:
                 self._notices.hint_at_recorder(snapshot.structure, is_first=is_first)
             replayable = not cast & bound_paths(bindings)
             save = self._begin(
-                snapshot, directory, number, step, replayable, custom_metadata, exchange
+                *(snapshot, directory, number, step, replayable, custom_metadata),
+                *(exchange, consent),
             )
             if save.is_base and (
                 chosen := self._schedule.begin_lineage(sizes_of(snapshot.structure))
@@ -260,6 +276,7 @@ class Saver:
         replayable: bool,
         custom_metadata: Any,
         exchange: Exchange | None,
+        consent: Consent | None,
     ) -> Save:
         planner, step = self._planner, number if step is None else step
         again = planner.superseded(step)
@@ -269,12 +286,16 @@ class Saver:
             self._bases.restart(parent.base_depth)
         if planned.given_up:
             planner.give_up(0, planned.given_up)
-        own, witness, copies = self._stager.stage(snapshot, course, again, str(directory))
-        is_exported = planned.update is not NOT_YET
-        self._stager.returned.clear()
-        exporting = None if is_exported else self._stager.export(planned.structure)
-        self._tell(planned, again)
-        copies.wait()
+        try:
+            staged = self._stager.stage(snapshot, course, again, str(directory), consent)
+            own, witness, copies = staged
+            is_exported = planned.update is not NOT_YET
+            self._stager.returned.clear()
+            exporting = None if is_exported else self._stager.export(planned.structure)
+            self._tell(planned, again)
+            copies.wait()
+        finally:
+            self._stager.wire.finish()
         save = self._save(
             [*planner.deferred.steps, own], directory, number, parent, course.tip, exchange
         )
@@ -287,7 +308,8 @@ class Saver:
         tip = Tip(planned.step, save.depth, own, copies.kept, witness)
         if not is_exported:
             blocks = with_others(snapshot, copies.held, planned.structure.touched)
-            self._stager.prepare_next(tip, snapshot, blocks, own.sums, is_restored=False)
+            begun = ShadowStep(own, own.step, blocks, own.sums)
+            self._stager.prepare_next(tip, snapshot, begun, is_restored=False)
         following = Parent(directory, number, tip, save)
         planner.parents.advance(following)
         planner.deferred.restart(following)
@@ -400,7 +422,14 @@ class Saver:
         with self._lock:
             self._watch.stay()
 
-    def defer(self, state: PyTree, step: int | None, *, away_bytes: int | None = None) -> bool:
+    def defer(
+        self,
+        state: PyTree,
+        step: int | None,
+        *,
+        away_bytes: int | None = None,
+        consent: Consent | None = None,
+    ) -> bool:
         """Keeps a step in memory, for the next save to write with its own.
 
         True if it was kept; see :meth:`~adacheck_jax.AdaCheckHandler.record_step`. The step is the
@@ -415,7 +444,7 @@ class Saver:
         """
         with self._lock:
             self._enter(is_save=False)
-            why = self._why_not_deferred(state, step, away_bytes)
+            why = self._why_not_deferred(state, step, away_bytes, consent)
             deferred = self._planner.deferred
             self._note_position()
             if why and step is None and len(deferred):
@@ -426,7 +455,9 @@ class Saver:
                 self._notices.note_step(step)
             return not why
 
-    def _why_not_deferred(self, state: PyTree, step: int | None, away_bytes: int | None) -> str:
+    def _why_not_deferred(
+        self, state: PyTree, step: int | None, away_bytes: int | None, consent: Consent | None
+    ) -> str:
         """Defers a step, or gives the reason why it has to be saved."""
         planner, deferred = self._planner, self._planner.deferred
         planner.learn()
@@ -458,8 +489,11 @@ class Saver:
             before and before.plan.is_speculative
         )
         label = f"recorded step {number}"
-        own, witness, copies = self._stager.stage(snapshot, course, None, label)
-        copies.wait()
+        try:
+            own, witness, copies = self._stager.stage(snapshot, course, None, label, consent)
+            copies.wait()
+        finally:
+            self._stager.wire.finish()
         is_alone = jax.process_count() == 1
         # Several processes would not know it at the same time, unless all of them wait for it.
         waits = away_bytes is not None or (is_alone and planner.distrust.is_cautious)

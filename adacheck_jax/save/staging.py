@@ -17,9 +17,10 @@ from adacheck_jax.device import jax_settings, transfer
 from adacheck_jax.device.jax_settings import Arithmetic
 from adacheck_jax.device.transfer import Joined, Merged
 from adacheck_jax.format.boxes import Blocks
+from adacheck_jax.plan.decision import replays
 from adacheck_jax.plan.options import Options
 from adacheck_jax.plan.save_plan import SavePlan
-from adacheck_jax.proof.checker import Sums, Witness
+from adacheck_jax.proof.checker import Witness
 from adacheck_jax.proof.shadow import ShadowThread
 from adacheck_jax.proof.shadow_state import ShadowStep
 from adacheck_jax.save import copies as host_copies
@@ -28,6 +29,8 @@ from adacheck_jax.save.line.parents import Tip
 from adacheck_jax.save.line.planner import Course, Planner
 from adacheck_jax.save.one_save import Save
 from adacheck_jax.save.pending import Pending
+from adacheck_jax.save.sending.consent import Consent
+from adacheck_jax.save.sending.wire import Wire
 from adacheck_jax.state.exported_update import ExportedUpdate
 from adacheck_jax.state.snapshot import Snapshot, Structure
 from adacheck_jax.store.base_writer import BaseWriter, EarlierBase, seldom_changed
@@ -48,6 +51,7 @@ class Stager:
     Attributes:
         worker: the thread that moves the line's steps on, in order.
         returned: set once the caller has its thread back.
+        wire: sends copies; ``finish`` has to follow a stage, whatever happens.
         last_base: the save of the base that was begun last, or of the step that became one; None
             if it failed, or there is none.
     """
@@ -59,6 +63,7 @@ class Stager:
         self.worker = ThreadPoolExecutor(1, thread_name_prefix="adacheck_line")
         self.returned = threading.Event()
         self._seconds: tuple[Any, dict[int, tuple[transfer.Pick, ...]]] | None = None
+        self.wire = Wire(shadow)
 
     def begin_line(self, base: Save) -> None:
         """Notes the base that following deltas build on."""
@@ -87,6 +92,7 @@ class Stager:
         course: Course,
         again: Pending | None,
         label: str,
+        consent: Consent | None,
     ) -> tuple[Pending, Witness | None, HostCopies]:
         """The step on its way to the disk, the witness of its state, and copies of it to wait for.
 
@@ -95,6 +101,16 @@ class Stager:
         every_replica = self._options.check_replicas != "off"
         planned, tip = course.plan, course.tip
         wanted = {*planned.stored, *planned.kept, *planned.spare}
+        follows = not (planned.is_base or planned.is_whole) and tip is not None
+        # All shadows follow a step, or all begin with one.
+        received = self.wire.begin(
+            snapshot,
+            planned.update,
+            wanted,
+            consent,
+            f"{planned.step} {follows}",
+            is_followed=self._shadow.follows if follows else planned.has_witness,
+        )
         if planned.is_base:  # of what updates touch it brings all that is here, below
             wanted -= planned.structure.touched
         seconds = self.seconds(snapshot, wanted, is_base=planned.is_base)
@@ -115,7 +131,8 @@ class Stager:
             before=before if planned.is_speculative else None,
             again=again if planned.is_speculative else None,
         )
-        if not (planned.is_base or planned.is_whole) and tip is not None:
+        lost = frozenset if received is None else received.lost
+        if follows and tip is not None:
             repeated = again
             if again is not None and planned.counts not in (None, again.counts()):
                 repeated = None  # another state was recorded with this number
@@ -128,11 +145,13 @@ class Stager:
             wrong = structure.computed.intersection(planned.stored)
             numbers = structure.everywhere.intersection(structure.consumed)
             blocks = with_others(snapshot, blocks, wrong | numbers)
-            step = ShadowStep(own, own.step, blocks, own.sums, tip.position, repeated)
+            blocks = blocks if received is None else received.joined(blocks)
+            step = ShadowStep(own, own.step, blocks, own.sums, tip.position, repeated, lost)
             own.proof = self._shadow.follow(step)
         elif planned.has_witness:
             blocks = with_others(snapshot, copies.held, planned.structure.touched)
-            begun = ShadowStep(own, own.step, blocks, own.sums)
+            blocks = blocks if received is None else received.joined(blocks)
+            begun = ShadowStep(own, own.step, blocks, own.sums, lost=lost)
             self._shadow.start(planned.structure, planned.update, begun)
         if course.check is not None:
             return own, course.check.witness, copies
@@ -157,8 +176,26 @@ class Stager:
             self._seconds = boxes, picks
         return {i: picks for i, picks in self._seconds[1].items() if i in wanted}
 
-    def restored_blocks(self, snapshot: Snapshot) -> Mapping[int, Blocks]:
-        """The boxes that the shadow holds of a restored state."""
+    def restored(
+        self, snapshot: Snapshot, tip: Tip, sums: Mapping[int, int], consent: Consent | None
+    ) -> ShadowStep:
+        """A restored step for the shadow to begin with; collective where boxes are sent."""
+        blocks, structure = self._restored_blocks(snapshot), snapshot.structure
+        received = None
+        if self._shadow.may_be_sent(structure) and not self._shadow.stays:
+            update, every = self._planner.updates.of(structure), range(len(structure.leaves))
+            is_followed = replays(update, self._options)
+            received = self.wire.begin(
+                *(snapshot, update, every, consent, f"{tip.step} restored"), is_followed=is_followed
+            )
+            self.wire.finish()
+        if received is None:
+            return ShadowStep(tip.position, tip.step, blocks, lambda: sums)
+        blocks, lost = received.joined(blocks), received.lost
+        return ShadowStep(tip.position, tip.step, blocks, lambda: sums, lost=lost)
+
+    def _restored_blocks(self, snapshot: Snapshot) -> Mapping[int, Blocks]:
+        """The boxes that this process has of a restored state."""
         structure, arrays = snapshot.structure, dict(enumerate(snapshot.arrays))
         untouched = arrays.keys() - structure.touched
         picks, others = structure.picks, self.seconds(snapshot, untouched, is_base=True)
@@ -170,8 +207,7 @@ class Stager:
         self,
         tip: Tip,
         snapshot: Snapshot,
-        copied: Mapping[int, Blocks] | None,
-        sums: Sums,
+        step: ShadowStep | None,
         *,
         is_restored: bool,
     ) -> None:
@@ -179,8 +215,8 @@ class Stager:
 
         The update has to be exported and looked through for that, which takes longer than to read
         or copy a state; whoever plans the next save waits for it. On an accelerator the arrays,
-        which the caller may donate, are looked at before this returns. From the blocks ``copied``
-        the shadow starts; without them it stays as it is.
+        which the caller may donate, are looked at before this returns. The shadow starts from the
+        ``step``; without one it stays as it is.
         """
         structure, arithmetic = snapshot.structure, Arithmetic.current()
         held = None
@@ -196,10 +232,9 @@ class Stager:
             try:
                 found = self._planner.witness_of(snapshot, arrays, tip.step)
             finally:
-                if found is None and copied is not None:
+                if found is None and step is not None:
                     self._shadow.miss(tip.step, is_restored=is_restored)
-            if found is not None and copied is not None:
-                step = ShadowStep(tip.position, tip.step, copied, sums)
+            if found is not None and step is not None:
                 self._shadow.start(structure, found.program, step, is_restored=is_restored)
             return found
 

@@ -26,12 +26,12 @@ from adacheck_jax.update.elements.host_fold import UnfitError
 
 @dataclass(frozen=True, slots=True)
 class Redundancy:
-    """Leaves of which copies lie in other failure domains to the same degree.
+    """Leaves of which devices of other failure domains hold the same part.
 
     Attributes:
         leaf_count: number of the leaves.
         leaf_bytes: bytes of the leaves, every element once.
-        copied_bytes: those of them that are held in two failure domains or more.
+        copied_bytes: those of them that memory of two failure domains or more has, with copies.
     """
 
     leaf_count: int
@@ -55,7 +55,8 @@ class Survival:
         process_bytes: host memory that one process's file takes at most: its part of the state,
             copies, and two records.
         copies_bytes: those of them that the copies take.
-        wire_bytes: bytes that processes send each other at a step for the copies: none.
+        wire_bytes: bytes that all processes together send at a step for copies of what devices of
+            too few domains hold.
         survived_domains: number of domains of which any one may be lost.
         survived_pairs: number of pairs of domains of which any one may be lost.
     """
@@ -117,6 +118,7 @@ def survival_of(
         *kinds,
         process_bytes=sizes[0],
         copies_bytes=sizes[0] - sizes[1],
+        wire_bytes=_sent_bytes(structure, parts),
         survived_domains=survived,
         survived_pairs=math.comb(survived, 2) - len(pairs),
     )
@@ -157,17 +159,28 @@ def _file_bytes(
     return sizes
 
 
+def _sent_bytes(structure: Structure, parts: Sequence[HeldBox]) -> int:
+    """Bytes of a delta that are sent, once for each copy."""
+    return sum(
+        part.sent * part.box.size * structure.leaves[i].itemsize_bytes
+        for part in parts
+        for i in part.leaves
+        if i not in structure.computed
+    )
+
+
 def _redundancies(structure: Structure, parts: Sequence[HeldBox]) -> list[Redundancy]:
-    """The leaves by redundancy: full, partial and none."""
-    copied = [0] * len(structure.leaves)
+    """The leaves by redundancy of devices: full, partial and none."""
+    copied, given = ([0] * len(structure.leaves) for _ in range(2))
     for part in parts:
-        if len(part.owners) > 1:
-            for i in part.leaves:
-                copied[i] += part.box.size * structure.leaves[i].itemsize_bytes
+        for i in part.leaves if len(part.owners) > 1 else ():
+            nbytes = part.box.size * structure.leaves[i].itemsize_bytes
+            copied[i] += nbytes
+            given[i] += nbytes if len(part.owners) - part.sent > 1 else 0
     kinds: list[list[tuple[int, int]]] = [[], [], []]
-    for leaf, copied_bytes in zip(structure.leaves, copied, strict=True):
+    for leaf, copied_bytes, given_bytes in zip(structure.leaves, copied, given, strict=True):
         if leaf.nbytes:
-            kind = 0 if copied_bytes == leaf.nbytes else 1 if copied_bytes else 2
+            kind = 0 if given_bytes == leaf.nbytes else 1 if given_bytes else 2
             kinds[kind].append((leaf.nbytes, copied_bytes))
     return [
         Redundancy(len(kind), sum(a for a, _ in kind), sum(b for _, b in kind)) for kind in kinds

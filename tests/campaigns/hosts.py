@@ -8,10 +8,10 @@ SIGKILL, and then the others, as JAX ends them. Mostly the memory of the killed 
 next round has to recover the newest step that the files held whole, on all processes, with the bits
 that it had when it was trained.
 
-What the files held is told by the processes as it is stored. It is whole where a copy of each box
-is left: of a state that each host has (replicated) or that two have in halves, not of one that is
-cut in four. A step counts as held once it has passed the gate in a host that is left, or, where
-nothing was wiped, once all hosts have stored it.
+What the files held is told by the processes as it is stored. A copy of each box is left where one
+host is wiped: of a state that each host has (replicated), that two have in halves, and of one cut
+in four, whose copies are sent. A step counts as held once it has passed the gate in a host that is
+left, or, where nothing was wiped, once all hosts have stored it.
 
 Kinds of rounds: plain; skew, with pauses around all that is stored; first, in which the host that
 is killed has process 0; corrupt, in which bits are flipped in the file of another host; and newer,
@@ -219,7 +219,6 @@ class Hosts:
         if wipes:
             self.tally.wiped += 1
             shutil.rmtree(self._place / "memory" / str(victim), ignore_errors=True)
-        has_copies = self._layout != "cut"
         stored = [_steps(own, "stored") for own in self._lines]
         passed = [_steps(own, "passed") for own in self._lines]
         left = [host for host in range(HOSTS) if host not in wiped]
@@ -227,26 +226,27 @@ class Hosts:
         if known == 0 and not all(self._has_begun(own) for own in self._lines):
             # The files of the run before are still there.
             self._wiped |= wiped
-            is_left = len(self._wiped) <= 1 if has_copies else not self._wiped
-            self._expected = self._expected if is_left else 0
+            self._expected = self._expected if len(self._wiped) <= 1 else 0
             return
         self._wiped = wiped
-        if wiped and not has_copies:
-            known = 0
-        elif not wiped and all(stored):
+        if not wiped and all(stored):
             known = max(known, min(max(each) for each in stored))
         # A whole state that replaces another is on its way: then no file may have a step.
         is_gap = any(not stored[host] for host in left)
         self._expected = 0 if is_gap else known
 
     def _tell_warnings(self, name: str) -> None:
-        """Notes what no kill explains: a copy that differs, or a process that does not follow."""
+        """Notes what no kill explains: a copy that differs, or a process that does not follow.
+
+        What a killed host did not send is told too, and then no step passes the gate any more.
+        """
         told = ("keeps no copies", "Nothing can be recovered", "are checked by sample")
         for own in self._lines:
-            said = (" ".join(words[1:]) for words in own if words[0] == "said")
-            self.tally.failures += [
-                f"{name}: {each}" for each in said if any(words in each for words in told)
-            ]
+            for number, words in enumerate(own):
+                said = " ".join(words[1:]) if words[0] == "said" else ""
+                is_last = not any(later[0] == "passed" for later in own[number:])
+                if any(each in said for each in told) and not (is_last and "not sent" in said):
+                    self.tally.failures.append(f"{name}: {said}")
 
     def _has_begun(self, own: Sequence[Sequence[str]]) -> bool:
         return any(words[0] == "lifted" for words in own)
@@ -293,7 +293,7 @@ class Hosts:
                     at, byte = file.tell(), file.read(1)
                     file.seek(at)
                     file.write(bytes([byte[0] ^ 1 << self._rng.randrange(8)]))
-        self._expected = 0 if self._wiped or self._layout == "cut" else self._expected
+        self._expected = 0 if self._wiped else self._expected
 
     def _save_elsewhere(self) -> None:
         """Saves newer steps, in a run whose memory is elsewhere."""

@@ -4,7 +4,8 @@ Usage: hosts_worker.py MODE PROCESS PROCESSES PORT ROOT OUT DEVICES HEARTBEAT
 
 MODE is JSON: the host that this process is, the layout, a seed, the last step, the number of
 copies, the longest pause and that after a chunk, the share of recorded steps, a directory for
-compiled programs, and one for the memory of all hosts: a folder for each, or one machine's. The
+compiled programs, and one for the memory of all hosts: a folder for each, or one machine's. It may
+have hosts of a failure domain. The
 process recovers or restores, trains until it is killed or has all steps, and appends to OUT-HOST a
 line for each of:
 
@@ -13,6 +14,7 @@ line for each of:
     state STEP DIGEST                                 a state, before it is recorded or saved
     stored STEP, passed STEP, lifted                  what lies in this host's file, when it does
     said MESSAGE                                      what the library logs
+    sent                                              that copies are sent, at each step
     over                                              all steps are there
 """
 
@@ -36,6 +38,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 import adacheck_jax as adacheck
 from adacheck_jax.device import transfer
+from adacheck_jax.device.sending import Sender
 from adacheck_jax.proof.files.journal import Journal
 from adacheck_jax.proof.files.record_log import RecordLog
 from adacheck_jax.proof.files.step_file import StepFile
@@ -93,8 +96,13 @@ def watch() -> None:
         note(self, count)
         time.sleep(given["chunk_s"])
 
+    def sent(self: Sender, rows: Any) -> Any:
+        tell("sent")
+        return send(self, rows)
+
     Journal.begin, RecordLog.begin = begun(Journal.begin), begun(RecordLog.begin)
     StepFile.lift, Journal.note = lifted, noted
+    send, Sender.send = Sender.send, sent
 
 
 def program() -> support.Program:
@@ -153,7 +161,7 @@ def spoil(manager: Any) -> None:
         (boxes,) = copy.held.copies.values()
         leaf = next(i for i in copy._arrays if i in boxes)
         block = copy._fold.blocks(leaf)[boxes[leaf][0]]
-        block.reshape(-1).view("u4")[3] ^= 1
+        block.reshape(-1).view("u4")[3] ^= 1 << 22  # which no rounding takes back
 
     shadow._thread.submit(flip).result()
 
@@ -172,7 +180,7 @@ def main() -> None:
     is_shared = given.get("shared", False)
     shadow = adacheck.Shadow(
         directory=given["memory"] if is_shared else f"{given['memory']}/{given['host']}",
-        domain=None if is_shared else f"host {given['host']}",
+        domain=None if is_shared else f"host {given['host'] // given.get('per_domain', 1)}",
         copies=given["copies"],
         records=given.get("records"),
         bytes=1000 if given.get("without") == given["host"] else None,

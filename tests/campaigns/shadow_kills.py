@@ -169,8 +169,8 @@ def slow_down(tell: Callable[[str], None]) -> list[int]:
         time.sleep(PAUSE_S)
 
     def told(begin: Callable[..., None]) -> Any:
-        def tells(self: StepFile, step: int, *arguments: Any) -> None:
-            begin(self, step, *arguments)
+        def tells(self: StepFile, step: int, *arguments: Any, **options: Any) -> None:
+            begin(self, step, *arguments, **options)
             tell(f"has {step}")
 
         return tells

@@ -69,24 +69,47 @@ def before_last(told: dict[str, list[list[str]]]) -> int:
 
 
 @pytest.mark.slow
-def test_a_bad_copy_costs_the_copy_alone_and_is_told(tmp_path):
-    told = run(tmp_path, 2, "replicated", 9, spoiled=1)
+def test_a_state_cut_over_all_hosts_outlives_any_of_them(tmp_path):
+    told = run(tmp_path, 4, "cut", 7)
+    for lost, last in ((2, 10), (0, 11)):  # the second from what was sent of a restored state
+        assert told["sent"]
+        state = next(rest for rest in told["state"] if rest[0] == str(before_last(told)))
+        shutil.rmtree(tmp_path / f"memory/{lost}")
+        told = run(tmp_path, 4, "cut", last)
+        assert told["recovered"] == [state] * 4
+
+
+@pytest.mark.slow
+def test_copies_lie_in_the_other_domain_of_two_with_two_processes_each(tmp_path):
+    told = run(tmp_path, 4, "cut", 7, per_domain=2)
+    state = next(rest for rest in told["state"] if rest[0] == "7")
+    for host in (2, 3):
+        shutil.rmtree(tmp_path / f"memory/{host}")
+    assert run(tmp_path, 4, "cut", 8, per_domain=2)["recovered"] == [state] * 4
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("layout", ["replicated", "cut"])
+def test_a_bad_copy_costs_the_copy_alone_and_is_told(tmp_path, layout):
+    told = run(tmp_path, 2, layout, 9, spoiled=1)
+    assert ("sent" in told) == (layout == "cut")
     said = [" ".join(each) for each in told["said"]]
     assert len([x for x in said if "keeps no copies of the state of process 0" in x]) == 1
     assert len(told["over"]) == 2
     assert not [each for each in said if "not saved" in each]
     # Its owner is lost, so there is no whole copy; the owner of the others is not.
     shutil.rmtree(tmp_path / "memory/0")
-    again = run(tmp_path, 2, "replicated", 10)
+    again = run(tmp_path, 2, layout, 10)
     assert "recovered" not in again
     assert [each[0] for each in again["restored"]] == ["9"] * 2
 
 
 @pytest.mark.slow
-def test_where_a_process_has_no_room_nothing_is_recovered_and_all_steps_are_saved(tmp_path):
-    told = run(tmp_path, 2, "replicated", 6, without=1)
+@pytest.mark.parametrize("layout", ["replicated", "cut"])
+def test_where_a_process_has_no_room_nothing_is_recovered_and_all_is_saved(tmp_path, layout):
+    told = run(tmp_path, 2, layout, 6, without=1)
     said = [" ".join(each) for each in told["said"]]
     assert [x for x in said if "Nothing can be recovered from memory until the next base" in x]
     assert [x for x in said if "nothing can be recovered from memory: a copy of the state" in x]
-    again = run(tmp_path, 2, "replicated", 7)
+    again = run(tmp_path, 2, layout, 7)
     assert [each[0] for each in again["restored"]] == ["6"] * 2

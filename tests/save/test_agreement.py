@@ -176,15 +176,38 @@ def layouts(draw: st.DrawFn, processes: int) -> Layout:
     return Layout(cuts, tuple(held))
 
 
+@pytest.mark.parametrize(
+    ("domains", "copies", "expected"),
+    [
+        ("abcd", 1, {0: [1], 1: [0], 2: [3], 3: [2]}),
+        ("aabb", 1, {0: [2], 1: [3], 2: [0], 3: [1]}),
+        ("abc", 1, {0: [1], 1: [2], 2: [0]}),
+        ("abcde", 1, {0: [1], 1: [0], 2: [3], 3: [4], 4: [2]}),
+        ("abcd", 2, {0: [1, 2], 1: [2, 3], 2: [3, 0], 3: [0, 1]}),
+        ("aab", 1, {0: [2], 1: [2], 2: [0]}),
+    ],
+)
+def test_each_process_gets_as_much_as_it_sends_where_domains_are_alike(domains, copies, expected):
+    cuts = (tuple(range(len(domains) + 1)),)
+    layout = Layout(cuts, tuple((n,) for n in range(len(domains))))
+    owners = tuple(range(len(domains)))
+    leaf = Leaf("leaf", (len(domains),), "float32", 4, None, cuts, owners)
+    structure: Any = SimpleNamespace(leaves=[leaf], layouts=[layout], touched=frozenset())
+    found = holdings.parts_of(structure, None, domains, copies)
+    assert {each.owners[0]: [*each.owners[1:]] for each in found} == expected
+    assert all(each.sent == copies for each in found)
+
+
 @given(st.data())
-def test_copies_lie_in_other_domains_with_those_that_have_the_box_anyway(data):
+def test_copies_lie_in_other_domains_and_are_sent_where_no_device_there_has_the_box(data):
     processes = data.draw(st.integers(1, 6))
     domains = data.draw(st.lists(st.sampled_from("abc"), min_size=processes, max_size=processes))
     held = data.draw(st.lists(layouts(processes), min_size=1, max_size=4))
     copies = data.draw(st.integers(0, 2))
     shares = share_out(held, [4] * len(held), frozenset())
+    dtype = data.draw(st.sampled_from(["float32", "int4"]))  # of which the second is not sent
     leaves = [
-        Leaf(f"leaf{n}", tuple(c[-1] for c in s.cuts), "float32", 4, None, s.cuts, s.owners)
+        Leaf(f"leaf{n}", tuple(c[-1] for c in s.cuts), dtype, 4, None, s.cuts, s.owners)
         for n, s in enumerate(shares)
     ]
     touched = frozenset(data.draw(st.sets(st.integers(0, len(leaves) - 1))))
@@ -195,16 +218,25 @@ def test_copies_lie_in_other_domains_with_those_that_have_the_box_anyway(data):
     assert before == [each for each in found if each.leaves[0] not in touched]
     for i, leaf in enumerate(leaves):
         assert [each.box for each in found if each.leaves == (i,)] == leaf.boxes
-    alone = 0
+    alone, receivers = 0, dict[tuple[int, str], set[int]]()
     for each in found:
         (i,), (owner, *others) = each.leaves, each.owners
         layout = held[i]
         pairs = zip(grid(layout.cuts), layout.replicas, strict=True)
         (holders,) = [x for box, x in pairs if box.contains(each.box)]
         assert owner == dict(zip(leaves[i].boxes, leaves[i].owners, strict=True))[each.box]
-        assert {*each.owners} <= {*holders}
         assert len({domains[x] for x in each.owners}) == len(each.owners)
         able = {domains[x] for x in holders} - {domains[owner]}
-        assert len(others) == min(copies, len(able))
+        given, sent = others[: len(others) - each.sent], others[len(others) - each.sent :]
+        assert {*given} <= {*holders}
+        assert not {*sent} & {*holders}
+        assert len(given) == min(copies, len(able))
+        wanted = copies if dtype == "float32" else len(given)
+        assert len(others) == min(wanted, len({*domains}) - 1)
+        for x in sent:
+            receivers.setdefault((owner, domains[x]), set()).add(x)
         alone += 4 * each.box.size * (len(others) < copies)
+    assert all(len(each) == 1 for each in receivers.values())
+    if any(each.sent for each in found):  # which is known before the update is
+        assert holdings.may_be_sent(structure, domains, copies)
     assert holdings.unprotected_bytes(structure, found, copies) == alone

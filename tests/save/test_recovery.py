@@ -182,10 +182,10 @@ def stop(
     run = support.dict_run(mesh_of((1, 1)))
     handler, calls, inner = handler_of(run.recorder, memory), [0], getattr(Journal, name)
 
-    def ends(*args: Any) -> Any:
+    def ends(*args: Any, **options: Any) -> Any:
         calls[0] += 1
         if calls[0] < at or (after and calls[0] == at):
-            inner(*args)
+            inner(*args, **options)
         if calls[0] >= at:
             raise RuntimeError("the process ends here")
 
@@ -462,7 +462,7 @@ def test_a_leaf_that_is_put_over_the_copy_as_it_lies_has_a_moment_without_a_step
     run = support.dict_run(mesh_of((1, 1)))
     handler = handler_of(run.recorder, memory)
 
-    def ends(*_: Any) -> None:
+    def ends(*_: Any, **__: Any) -> None:
         raise RuntimeError("the process ends here")
 
     with manager_of(root, handler) as manager:

@@ -80,11 +80,18 @@ def test_data_parallelism_survives_the_loss_of_any_domain():
     assert without.survived_domains == 0
 
 
-def test_what_is_cut_over_all_survives_no_domain():
+def test_of_what_is_cut_over_all_copies_are_sent():
     found = survival_of(MESH, cut_along("data", "fsdp"))
-    assert (found.survived_domains, found.survived_pairs) == (0, 0)
+    assert (found.survived_domains, found.survived_pairs) == (16, 120 - 8)
     assert found.full.leaf_bytes == 12  # the counters, which lie everywhere
-    assert (found.partial.leaf_count, found.none.copied_bytes) == (0, 0)
+    assert found.partial.leaf_count == 0
+    assert found.none.copied_bytes == found.none.leaf_bytes > 0
+    assert found.wire_bytes == found.none.leaf_bytes / 4, "the record, of four trees"
+    more = survival_of(MESH, cut_along("data", "fsdp"), copies=2)
+    assert more.wire_bytes == 2 * found.wire_bytes
+    without = survival_of(MESH, cut_along("data", "fsdp"), copies=0)
+    assert (without.survived_domains, without.survived_pairs) == (0, 0)
+    assert (without.none.copied_bytes, without.wire_bytes) == (0, 0)
 
 
 def test_cuts_within_a_domain_and_replicas_between_them_survive_each_domain():
@@ -96,17 +103,19 @@ def test_cuts_within_a_domain_and_replicas_between_them_survive_each_domain():
     assert (more.survived_domains, more.survived_pairs) == (4, 6)
     # The other way round replicas are lost together.
     found = survival_of(MESH, cut_along("data"), domains=4)
-    assert found.survived_domains == 0
+    assert found.survived_domains == 4
     assert found.none.leaf_count > found.full.leaf_count
+    assert found.wire_bytes == found.none.leaf_bytes / 4
 
 
-def test_one_leaf_of_one_domain_alone_costs_all_domains_that_have_a_part_of_it():
+def test_one_leaf_of_one_domain_alone_is_sent():
     found = survival_of(MESH, {"experts": ((("data", "fsdp"),))})
     state, recorder = state_of(MESH, {})
     all_bytes = redundancy_report(state, recorder).base_bytes
     assert found.none.leaf_bytes == 4 * 4 * math.prod(SHAPES["experts"])  # and its moments, record
     assert found.full.leaf_bytes == all_bytes - found.none.leaf_bytes
-    assert found.survived_domains == 0
+    assert found.wire_bytes == found.none.leaf_bytes / 4
+    assert found.survived_domains == 16
 
 
 def test_a_leaf_may_be_held_elsewhere_in_part():
@@ -114,8 +123,9 @@ def test_a_leaf_may_be_held_elsewhere_in_part():
     mesh = AbstractMesh((3, 2), ("fsdp", "data"))
     found = survival_of(mesh, {"embedding": ("fsdp",)}, domains=2)
     assert found.partial.leaf_count == 4  # the param, its moments and its record
-    assert found.partial.copied_bytes == found.partial.leaf_bytes / 3
-    assert found.survived_domains == 0
+    assert found.partial.copied_bytes == found.partial.leaf_bytes
+    assert found.wire_bytes == found.partial.leaf_bytes / 4 * 2 / 3
+    assert found.survived_domains == 2
 
 
 def test_without_a_recorder_or_an_elementwise_update_memory_keeps_nothing():

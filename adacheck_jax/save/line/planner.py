@@ -176,6 +176,7 @@ class Planner:
         if parent is not None:
             self.deferred.tip_behind(parent).wait()  # the update is exported there already
         is_new = parent is None and replayable and not structure.on_accelerator
+        is_new = is_new and not self._shadow.may_be_sent(structure)  # by the caller's thread
         can_wait = is_new and self.updates.can_wait(structure)
         update = NOT_YET if can_wait else self.updates.of(structure)
         self.updates.tell(update)

@@ -1,0 +1,47 @@
+"""The consent of all processes to one collective, before any of them enters it."""
+
+# Threads: made and refused by who saves, records or restores; asked on the thread that is given.
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Sequence
+from concurrent.futures import Executor, Future
+
+from adacheck_jax.errors import AdaCheckError
+from adacheck_jax.save.attempt import Exchange, Report
+
+_TOPIC = "send"
+
+
+class Consent:
+    """The question to all processes whether each of them sends, at one call of all of them.
+
+    Args:
+        exchange: exchange about this call, begun before anything can fail in one process alone.
+    """
+
+    def __init__(self, exchange: Exchange) -> None:
+        self.exchange, self._is_used = exchange, False
+
+    def ask(self, what: str) -> bool:
+        """True if all processes send, and the same; empty if this one cannot. Waits for all."""
+
+        def judge(reports: Sequence[Report]) -> Report:
+            told = {each.get("what", "") for each in reports}
+            return {"what": told.pop() if len(told) == 1 else ""}
+
+        answer = self.exchange.agree(_TOPIC, {"what": what}, judge)
+        return bool(answer.get("what"))
+
+    def begin(self, what: str, thread: Executor) -> Future[bool]:
+        """Asks on a thread, once."""
+        self._is_used = True
+        return thread.submit(self.ask, what)
+
+    def refuse(self) -> None:
+        """Tells the others that this process does not send, if it has not told them anything."""
+        if not self._is_used:
+            self._is_used = True
+            with contextlib.suppress(AdaCheckError):  # the service has ended, and with it the job
+                self.exchange.tell(_TOPIC, {})
