@@ -108,9 +108,9 @@ def test_a_step_is_the_files_once_its_header_is_there(root, memory, monkeypatch,
     run = support.dict_run(mesh_of((1, 1)))
     handler, inner = handler_of(run.recorder, memory, records=True), getattr(RecordLog, name)
 
-    def ends(*args: Any) -> Any:
+    def ends(*args: Any, **options: Any) -> Any:
         if after:
-            inner(*args)
+            inner(*args, **options)
         raise RuntimeError("the process ends here")
 
     with manager_of(root, handler) as manager:
