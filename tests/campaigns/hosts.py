@@ -14,8 +14,8 @@ in four, whose copies are sent. A step counts as held once it has passed the gat
 left, or, where nothing was wiped, once all hosts have stored it.
 
 Kinds of rounds: plain; skew, with pauses around all that is stored; first, in which the host that
-is killed has process 0; corrupt, in which bits are flipped in the file of another host; and newer,
-in which storage has a newer step than memory.
+is killed has process 0; corrupt, in which bits are flipped in the file of another host; newer,
+in which storage has a newer step than memory; and more, in which each host has two processes.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ from tests.campaigns import command
 from tests.processes import Child, forked
 
 HOSTS = 4
-KINDS = ("plain", "skew", "first", "corrupt", "newer")
+KINDS = ("plain", "skew", "first", "corrupt", "newer", "more")
 LAYOUTS = ("replicated", "halves", "cut")
 START_S = 90.0
 """Longest wait for a round to begin to train."""
@@ -60,6 +60,7 @@ class Tally:
         storage: rounds that began from storage, as they had to.
         refused: reasons of the rounds that did not recover, and how often each.
         took_s: seconds that recoveries took.
+        read_bytes: bytes of arrays that they read from storage.
         wrong: states with other bits than those that were trained, or of two steps.
         lost: steps that memory held whole and that were not recovered.
         failures: anything else.
@@ -72,6 +73,7 @@ class Tally:
     storage: int = 0
     refused: collections.Counter[str] = field(default_factory=collections.Counter)
     took_s: list[float] = field(default_factory=list)
+    read_bytes: int = 0
     wrong: list[str] = field(default_factory=list)
     lost: list[str] = field(default_factory=list)
     failures: list[str] = field(default_factory=list)
@@ -102,7 +104,7 @@ class Hosts:
         self._digests: dict[int, str] = {}
         self._lines: list[list[list[str]]] = []
         self._expected, self._why = 0, ""
-        self._wiped = set[int]()
+        self._wiped, self._each = set[int](), 1
 
     def round(self, kind: str) -> None:
         """One start, and its end."""
@@ -114,7 +116,9 @@ class Hosts:
                 return
             self._judge(name, newest)
             self._wait_for_steps()
-            victim = order.index(0) if kind == "first" else self._rng.randrange(HOSTS)
+            victim = self._rng.randrange(HOSTS)
+            if kind == "first":
+                victim = order.index(0) // self._each
             self._kill(children, victim)
         finally:
             for each in children:
@@ -131,7 +135,9 @@ class Hosts:
             self._save_elsewhere()
 
     def _start(self, kind: str, memory: str, last: int = 10**6) -> tuple[list[Child], list[int]]:
-        order, port = self._rng.sample(range(HOSTS), HOSTS), free_port()
+        self._each = 2 if kind == "more" else 1
+        count, port = HOSTS * self._each, free_port()
+        order = self._rng.sample(range(count), count)
         shared = {
             "layout": self._layout,
             "records": self._records,
@@ -144,26 +150,20 @@ class Hosts:
             "compiled": str(self._compiled),
             "memory": str(self._place / memory),
         }
-        for host in range(HOSTS):
-            self._log(host).unlink(missing_ok=True)
+        for each in self._place.glob("out-*"):
+            each.unlink()
         worker, root, out = (
             "tests.campaigns.hosts_worker",
             self._place / "root",
             self._place / "out",
         )
+        given = (
+            json.dumps({**shared, "host": each, "machine": each // self._each})
+            for each in range(count)
+        )
         children = [
-            forked(
-                worker,
-                json.dumps({**shared, "host": host}),
-                order[host],
-                HOSTS,
-                port,
-                root,
-                out,
-                1,
-                10,
-            )
-            for host in range(HOSTS)
+            forked(worker, mode, index, count, port, root, out, 1, 10)
+            for mode, index in zip(given, order, strict=True)
         ]
         return children, order
 
@@ -171,9 +171,9 @@ class Hosts:
         return Path(f"{self._place}/out-{host}")
 
     def _read(self) -> list[list[list[str]]]:
-        """The whole lines of all hosts, as words."""
+        """The whole lines of all processes, as words."""
         found = []
-        for host in range(HOSTS):
+        for host in range(HOSTS * self._each):
             text = self._log(host).read_text() if self._log(host).exists() else ""
             found.append([line.split() for line in text[: text.rfind("\n") + 1].splitlines()])
         return found
@@ -202,11 +202,13 @@ class Hosts:
         time.sleep(self._rng.random() * 0.3)
 
     def _kill(self, children: Sequence[Child], victim: int) -> None:
-        for number, host in enumerate([victim, *(set(range(HOSTS)) - {victim})]):
-            pid = children[host].process.pid
-            if pid is not None and children[host].returncode is None:
+        hosts = [each // self._each for each in range(len(children))]
+        own = [each for each, host in zip(children, hosts, strict=True) if host == victim]
+        for number, each in enumerate([*own, *(x for x in children if x not in own)]):
+            pid = each.process.pid
+            if pid is not None and each.returncode is None:
                 os.kill(pid, signal.SIGKILL)
-            if number == 0:
+            if number == len(own) - 1:
                 time.sleep(self._rng.choice([0, 0, 0.1, 0.5]))
         for each in children:
             each.process.join()
@@ -221,7 +223,7 @@ class Hosts:
             shutil.rmtree(self._place / "memory" / str(victim), ignore_errors=True)
         stored = [_steps(own, "stored") for own in self._lines]
         passed = [_steps(own, "passed") for own in self._lines]
-        left = [host for host in range(HOSTS) if host not in wiped]
+        left = [each for each in range(len(stored)) if each // self._each not in wiped]
         known = max((x for host in left for x in passed[host]), default=0)
         if known == 0 and not all(self._has_begun(own) for own in self._lines):
             # The files of the run before are still there.
@@ -274,6 +276,7 @@ class Hosts:
             tally.recovered += 1
             tally.newer += step > newest
             tally.took_s += [float(w[1]) for w in self._lines[0] if w[0] == "took"]
+            tally.read_bytes += sum(int(w[1]) for own in self._lines for w in own if w[0] == "read")
         else:
             tally.storage += 1
             reason = next((" ".join(w[11:]) for w in self._lines[0] if w[0] == "refused"), "")
@@ -340,6 +343,7 @@ def table(tally: Tally) -> str:
         ("began from storage, or with nothing", tally.storage),
         *((f"because: {reason}", count) for reason, count in tally.refused.most_common()),
         ("seconds of a recovery, median (longest)", f"{took[len(took) // 2]} ({took[-1]})"),
+        ("bytes of arrays read from storage for them", tally.read_bytes),
         ("states with wrong bits, or of two steps", len(tally.wrong)),
         ("steps lost that memory held whole", len(tally.lost)),
         ("other failures", len(tally.failures)),

@@ -4,12 +4,12 @@ Usage: hosts_worker.py MODE PROCESS PROCESSES PORT ROOT OUT DEVICES HEARTBEAT
 
 MODE is JSON: the host that this process is, the layout, a seed, the last step, the number of
 copies, the longest pause and that after a chunk, the share of recorded steps, a directory for
-compiled programs, and one for the memory of all hosts: a folder for each, or one machine's. It may
-have hosts of a failure domain. The
+compiled programs, and one for the memory of all machines: a folder for each, or one machine's. It
+may have the machine, if several hosts share one, and the number of hosts of a failure domain. The
 process recovers or restores, trains until it is killed or has all steps, and appends to OUT-HOST a
 line for each of:
 
-    took SECONDS, refused REASON                      how recovery went
+    took SECONDS, refused REASON, read BYTES          how recovery went; what storage gave
     recovered STEP DIGEST, restored STEP DIGEST       where it begins
     state STEP DIGEST                                 a state, before it is recorded or saved
     stored STEP, passed STEP, lifted                  what lies in this host's file, when it does
@@ -33,6 +33,7 @@ from tests.one_process import own  # isort: skip
 import jax
 import jax.numpy as jnp
 import optax
+import tensorstore as ts
 from jax.experimental import multihost_utils
 from jax.sharding import NamedSharding, PartitionSpec
 
@@ -59,6 +60,12 @@ WIDTH = 64
 def tell(*words: object) -> None:
     """Appends a line."""
     log.write(" ".join(map(str, words)) + "\n")
+
+
+def bytes_read() -> int:
+    """Bytes of arrays and records that this process has read from files: all by tensorstore."""
+    found = ts.experimental_collect_matching_metrics("/tensorstore/kvstore/file/bytes_read")
+    return sum(int(value["value"]) for each in found for value in each["values"])
 
 
 def pause() -> None:
@@ -177,10 +184,10 @@ def main() -> None:
 
     handler.emit = said
     logging.getLogger("adacheck_jax").addHandler(handler)
-    is_shared = given.get("shared", False)
+    is_shared, machine = given.get("shared", False), given.get("machine", given["host"])
     shadow = adacheck.Shadow(
-        directory=given["memory"] if is_shared else f"{given['memory']}/{given['host']}",
-        domain=None if is_shared else f"host {given['host'] // given.get('per_domain', 1)}",
+        directory=given["memory"] if is_shared else f"{given['memory']}/{machine}",
+        domain=None if is_shared else f"host {machine // given.get('per_domain', 1)}",
         copies=given["copies"],
         records=given.get("records"),
         bytes=1000 if given.get("without") == given["host"] else None,
@@ -188,10 +195,11 @@ def main() -> None:
     compile_once(Path(given["compiled"]))
     watch()
     with adacheck.checkpoint_manager(own.root, run.recorder, shadow=shadow) as manager:
-        begin_s = time.monotonic()
+        begin_s, before = time.monotonic(), bytes_read()
         abstract = support.abstract(run.state)
         found = manager.handler.recover(manager.directory, abstract)
         tell("took", f"{time.monotonic() - begin_s:.2f}")
+        tell("read", bytes_read() - before)
         step = 0
         for each in reasons:
             if "not recovered" in each:
