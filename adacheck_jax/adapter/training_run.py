@@ -272,6 +272,7 @@ class TrainingRun:
         self._process.enter()
         if (saver := self.saver) is None:
             inputs.checked_state(state)
+            inputs.step_number(step)
             return False
         line = next(line for line, each in self._savers.items() if each is saver)
         with self._consent(f"{line}, recorded") as consent:
