@@ -1,9 +1,12 @@
 """Handlers of XLA's foreign function interface leave alone what they do not know."""
 
+import threading
+import time
+
 import numpy as np
 import pytest
 
-from adacheck_jax.device.loops import shard_tables, xla_handler
+from adacheck_jax.device.loops import shard_tables, xla_call, xla_handler
 from adacheck_jax.format import fingerprint
 
 WORDS = np.arange(12, dtype=np.uint32)
@@ -69,3 +72,27 @@ def test_a_call_of_another_layout_changes_nothing(what):
     else:
         (call.frame if what == "frame" else call.frame[what])["size_bytes"] += 8
     assert call.run() == 0
+
+
+def test_threads_that_begin_at_once_register_one_handler(monkeypatch):
+    begun, barrier, started = [], threading.Barrier(8), threading.Thread.start
+
+    def start_slowly(self: threading.Thread) -> None:
+        if self.name == "adacheck_compile":
+            time.sleep(0.05)
+        started(self)
+
+    def begin() -> None:
+        barrier.wait()
+        xla_call.begin()
+
+    callers = [threading.Thread(target=begin) for _ in range(8)]
+    monkeypatch.setattr(xla_call, "_state", xla_call._State())
+    monkeypatch.setattr(xla_call, "_try", lambda: begun.append(None))
+    monkeypatch.setattr(threading.Thread, "start", start_slowly)
+    for each in callers:
+        each.start()
+    for each in callers:
+        each.join()
+    xla_call.wait()
+    assert len(begun) == 1

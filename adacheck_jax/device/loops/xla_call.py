@@ -77,10 +77,13 @@ def _with_effort(table: jax.Array) -> jax.Array:
 
 def begin() -> None:
     """Compiles and tries the handler in the background, if the process has CPU devices alone."""
-    if jax.default_backend() == "cpu" and not _state.thread:  # at worst two try: no harm
-        thread = threading.Thread(target=_try, name="adacheck_compile")
-        thread.start()
-        _state.thread = thread  # whoever sees it may wait for it
+    if jax.default_backend() != "cpu":
+        return
+    with _lock:  # XLA refuses a second handler, and the first one's code would be let go of
+        if not _state.thread:
+            thread = threading.Thread(target=_try, name="adacheck_compile")
+            thread.start()
+            _state.thread = thread  # whoever sees it may wait for it
 
 
 def is_ready() -> bool:
@@ -106,6 +109,7 @@ class _State:
 
 
 _state = _State()
+_lock = threading.Lock()
 
 
 def _try() -> None:
