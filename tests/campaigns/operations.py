@@ -98,20 +98,21 @@ class Interpreter:
         sys.addaudithook(self._audit)
         self._wrap(os, "fsync")
         self._wrap(writer, "write_pack")
-        for name in ("write", "keep", "merge"):
+        self._wrap(volumes.Volume, "write")
+        for name in ("keep", "merge"):
             self._wrap(volumes, name)
 
-    def _wrap(self, module: Any, name: str) -> None:
-        inner = getattr(module, name)
+    def _wrap(self, owner: Any, name: str) -> None:
+        inner = getattr(owner, name)
 
         def outer(*args: Any, **kwargs: Any) -> Any:
             self._call()
             result = inner(*args, **kwargs)
-            if module is not os:
+            if owner is not os:
                 self._call()  # it fails although all was written
             return result
 
-        setattr(module, name, outer)
+        setattr(owner, name, outer)
 
     def _audit(self, event: str, args: tuple[Any, ...]) -> None:
         if self._mode == OFF:

@@ -155,14 +155,18 @@ def test_a_step_is_saved_again_while_its_first_attempt_is_being_written(
     pair, go_on, writing = Pair(max_deltas), threading.Event(), threading.Semaphore()
     overlaps, made_room = [], threading.Event()
 
-    def slowly(write, directory, *args):
+    def slow(write):
+        return lambda *args: slowly(write, *args)  # binds, as a method
+
+    def slowly(write, *args):
+        directory = next(each for each in args if hasattr(each, "parts"))
         if "gen.orbax-checkpoint-tmp" not in directory.parts:
             made_room.set()  # only the second attempt gets so far
-            return write(directory, *args)
+            return write(*args)
         overlaps.append(not writing.acquire(blocking=False))
         assert go_on.wait(60)
         try:
-            return write(directory, *args)
+            return write(*args)
         finally:
             writing.release()
 
@@ -170,9 +174,8 @@ def test_a_step_is_saved_again_while_its_first_attempt_is_being_written(
         for step in (1, 2):
             pair.save(manager, step)
         manager.wait_until_finished()
-        for module, name in ((writer, "write_pack"), (volumes, "write")):
-            write = functools.partial(slowly, getattr(module, name))
-            monkeypatch.setattr(module, name, write)
+        for owner, name in ((writer, "write_pack"), (volumes.Volume, "write")):
+            monkeypatch.setattr(owner, name, slow(getattr(owner, name)))
         with monkeypatch.context() as patch:
             fail_item(patch, "disc")
             pair.save(manager, 3)
