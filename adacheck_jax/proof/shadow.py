@@ -321,7 +321,7 @@ class ShadowThread:
             level,
             "Deltas are checked by sample%s: a copy of the state in host memory takes %d MiB, "
             "and may take %d: Shadow(bytes=...).",
-            *(recovers, size_bytes >> 20, most_bytes >> 20),
+            *(recovers, -(-size_bytes >> 20), most_bytes >> 20),
         )
         return None
 
@@ -347,7 +347,7 @@ class ShadowThread:
             _log.warning(
                 "Nothing can be recovered from memory: a state and the records of some steps take "
                 "%d MiB of host memory, and may take %d: Shadow(bytes=...).",
-                *(log.least_bytes >> 20, log.file.size_bytes >> 20),
+                *(-(-log.least_bytes >> 20), log.file.size_bytes >> 20),
             )
             return None
         self._tell_copies(structure, update, held, 0, 0)
@@ -370,7 +370,7 @@ class ShadowThread:
             _log.warning(
                 "No copies of other processes' state are kept in memory: with them it takes %d "
                 "MiB, and may take %d: Shadow(bytes=...).",
-                *(wanted_bytes >> 20, most_bytes >> 20),
+                *(-(-wanted_bytes >> 20), most_bytes >> 20),
             )
         parts = holdings.parts_of(structure, update.pieces, peers.domains, peers.copies)
         alone_bytes = holdings.unprotected_bytes(structure, parts, peers.copies)
