@@ -123,7 +123,7 @@ def _on(row: jax.Array, device: Any) -> jax.Array:
 
 
 def _worked(row: jax.Array) -> jax.Array:
-    """Some work."""
+    """Some operations, without which XLA:CPU runs a program in the calling thread."""
     square = row.reshape(-1)[:_FEWEST].astype(jnp.float32).reshape(16, 16)
     return (square @ square)[None]
 

@@ -199,7 +199,7 @@ class _Parts:
 def _brought(
     structure: Structure, files: Sequence[_File], choice: Choice, peers: Together
 ) -> _Parts:
-    """What this process has of the step, and who gives which box."""
+    """The parts of the step that this process has, and who gives which box."""
     blocks, held, found_records = dict[int, Blocks](), list[Boxes](), list[Sequence[Recorded]]()
     for each in files:
         offered = [x for x in each.offer.steps if x.step == choice.step]

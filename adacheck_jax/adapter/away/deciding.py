@@ -24,7 +24,7 @@ class Action(enum.Enum):
     SAVE = "save"
     """It is saved."""
     WRITE = "write"
-    """What is in memory is written, and the step is recorded behind it."""
+    """The steps in memory are written, and this one is recorded behind them."""
     RECORD = "record"
     """It is recorded in memory."""
     WAIT = "wait"

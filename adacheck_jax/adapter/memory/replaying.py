@@ -94,7 +94,7 @@ def replay(
 def _consumed(
     readers: Sequence[_Reader], update: Update, specs: Sequence[Leaf], shardings: Shardings
 ) -> Iterator[Consumed]:
-    """What each update consumes, on the shardings for replay; one is placed ahead."""
+    """Record and state that each update consumes, on the shardings for replay; one placed ahead."""
     wanted = [abstract_leaf(specs[i], shardings[i]) for i in update.consumed]
 
     def placed(reader: _Reader) -> Consumed:

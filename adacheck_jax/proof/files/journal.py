@@ -23,7 +23,6 @@ import json
 from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
-import jax
 import numpy as np
 
 from adacheck_jax.format.boxes import Blocks, Box
@@ -64,15 +63,12 @@ class Journal(StepFile):
         self.fold = fold
         # A leaf that the update passes through is received, and the copy has it too.
         self._put_after = sorted(i for i in update.stored if fold.holds(i))
-        self._places: dict[int, list[tuple[Box, int]]] = {}
-        own_bytes = 0
-        for i, leaf in enumerate(structure.leaves):
-            if leaf.nbytes and (i in update.stored or not fold.holds(i)):
-                self._places[i] = []
-                for box in held.boxes(i):
-                    self._places[i].append((box, own_bytes))
-                    nbytes = box.size * leaf.itemsize_bytes
-                    own_bytes += -(-nbytes // ALIGNMENT_BYTES) * ALIGNMENT_BYTES
+        received = (
+            i
+            for i, leaf in enumerate(structure.leaves)
+            if leaf.nbytes and (i in update.stored or not fold.holds(i))
+        )
+        self._places, own_bytes = self._lay_out(received, 0)
         self._own_bytes = own_bytes
         numbers_bytes = 2 * sum(x.nbytes for x in fold.scalars.values())
         header_bytes = 1024 + numbers_bytes + LEAF_HEADER_BYTES * len(structure.leaves)
@@ -132,36 +128,9 @@ class Journal(StepFile):
             return [header]
         return [header, *(each for each in older if not each["updates"])]
 
-    def begin(
-        self,
-        step: int,
-        updates: Sequence[int],
-        sums: Mapping[int, int],
-        passed: Sequence[int] | None = None,
-        folded: Mapping[str, Sequence[int]] | None = None,
-        bad: Collection[int] = (),
-    ) -> None:
-        """Say that all is there of a step, but for what its updates compute.
-
-        Args:
-            step: its number.
-            updates: positions of the recorders whose update is still to be folded.
-            sums: fingerprints, or this process's contributions to them.
-            passed: the fingerprints, once all processes have stored the step.
-            folded: fingerprints of the boxes, once the step is folded.
-            bad: owners of the copies that were found bad.
-        """
+    def _own_header(self, updates: Sequence[int]) -> Mapping[str, Any]:
         numbers = {str(i): x.tobytes().hex() for i, x in self.fold.scalars.items()}
-        header: dict[str, Any] = {
-            "step": step,
-            "updates": [*updates],
-            "place": self.fold.place,
-            "numbers": numbers,
-            "sums": [sums.get(i, 0) for i in range(len(self._structure.leaves))],
-        }
-        if self.place.run:
-            header |= {"passed": passed, "folded": folded, "bad": [*bad]}
-        self._write(header)
+        return {"updates": [*updates], "place": self.fold.place, "numbers": numbers}
 
     def note(self, count: int) -> None:
         """Say how many chunks of the update are complete."""
@@ -194,9 +163,4 @@ class Journal(StepFile):
 
     def own(self, leaf: int) -> Blocks:
         """A leaf as the step brought it."""
-        dtype, found = jax.numpy.dtype(self._structure.leaves[leaf].dtype), dict[Box, np.ndarray]()
-        for box, offset in self._places[leaf]:
-            start = offset + self.fold.place[1] * self._own_bytes
-            memory = self.file.data[start : start + box.size * dtype.itemsize]
-            found[box] = memory.view(dtype).reshape(box.shape)
-        return found
+        return self._view(leaf, self._places[leaf], self.fold.place[1] * self._own_bytes)

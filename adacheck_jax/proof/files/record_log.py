@@ -8,24 +8,24 @@ is, makes it the file's.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from mmap import PAGESIZE
 from typing import Any
 
-import jax
 import numpy as np
 
-from adacheck_jax.format.boxes import Blocks, Box
+from adacheck_jax.format.boxes import Blocks
 from adacheck_jax.proof.files.shadow_file import ShadowFile, ShadowFileError, framed, unframed
 from adacheck_jax.proof.files.step_file import (
-    ALIGNMENT_BYTES,
     LEAF_HEADER_BYTES,
     FilePlace,
     Found,
+    Places,
     Recorded,
     StepChange,
     StepFile,
+    aligned,
 )
 from adacheck_jax.proof.holdings import Held
 from adacheck_jax.state.exported_update import ExportedUpdate
@@ -63,11 +63,11 @@ class RecordLog(StepFile):
         most_bytes: int,
     ) -> None:
         super().__init__(place, structure, update, held)
-        boxes = {i: held.boxes(i) for i, leaf in enumerate(structure.leaves) if leaf.nbytes}
-        self._boxes = {i: each for i, each in boxes.items() if each}
-        self._places, self._state_bytes = self._lay_out([*self._boxes], 0)
+        leaves = range(len(structure.leaves))
+        self._leaves = [i for i in leaves if structure.leaves[i].nbytes and held.boxes(i)]
+        self._places, self._state_bytes = self._lay_out(self._leaves, 0)
         replayed = structure.computed - update.stored
-        received = [i for i in self._boxes if i not in replayed]
+        received = [i for i in self._leaves if i not in replayed]
         self._record_bytes = self._lay_out(received, 0)[1] + _head_bytes(received)
         self._end = self._state_bytes
         header_bytes = 1024 + LEAF_HEADER_BYTES * len(structure.leaves) * (2 if place.run else 1)
@@ -78,19 +78,6 @@ class RecordLog(StepFile):
         )
         wanted_bytes = self._state_bytes + LEAST_RECORDS * self._record_bytes
         self.least_bytes = least + -(-wanted_bytes // PAGESIZE) * PAGESIZE
-
-    def _lay_out(
-        self, leaves: Sequence[int], start: int
-    ) -> tuple[dict[int, list[tuple[Box, int]]], int]:
-        """Where the boxes of some leaves begin, one behind another, and where they end."""
-        places: dict[int, list[tuple[Box, int]]] = {}
-        for i in leaves:
-            places[i] = []
-            for box in self._boxes[i]:
-                places[i].append((box, start))
-                nbytes = box.size * self._structure.leaves[i].itemsize_bytes
-                start += _aligned(nbytes)
-        return places, start
 
     @property
     def _layout(self) -> str:
@@ -108,7 +95,7 @@ class RecordLog(StepFile):
 
     def is_whole(self, change: StepChange) -> bool:
         """True if a step stores all leaves, so that it needs none before it."""
-        return self._boxes.keys() <= {*change.stored}
+        return {*change.stored}.issuperset(self._leaves)
 
     def put_state(self, blocks: Mapping[int, Blocks]) -> None:
         """Store a whole state, in place of what is there.
@@ -126,10 +113,10 @@ class RecordLog(StepFile):
             UnfitError: the blocks are not all that it stores.
             ShadowFileError: there is no room for it.
         """
-        leaves = [i for i in change.stored if i in self._boxes]
+        leaves = [i for i in change.stored if i in self._places]
         told = Recorded(change.updates, tuple(sorted(change.unreplayed)), change.stored, {})
         head = framed({"head": told.head})
-        begin = self._end + _aligned(len(head))
+        begin = self._end + aligned(len(head))
         places, end = self._lay_out(leaves, begin)
         if end > len(self.file.data):
             raise ShadowFileError(f"{self.file.path}: no room is left for the record of a step")
@@ -139,9 +126,7 @@ class RecordLog(StepFile):
         self._end, self._record_bytes = end, max(self._record_bytes, end - self._end)
         return self._views(places)
 
-    def _put(
-        self, places: Mapping[int, Sequence[tuple[Box, int]]], blocks: Mapping[int, Blocks]
-    ) -> None:
+    def _put(self, places: Places, blocks: Mapping[int, Blocks]) -> None:
         for i, own in self._views(places).items():
             if i not in blocks or not (brought := blocks[i]):
                 path = self._structure.leaves[i].path
@@ -149,42 +134,16 @@ class RecordLog(StepFile):
             for box, memory in own.items():
                 fill(memory, box, brought)
 
-    def _views(self, places: Mapping[int, Sequence[tuple[Box, int]]]) -> dict[int, Blocks]:
-        found = dict[int, Blocks]()
-        for i, boxes in places.items():
-            dtype = jax.numpy.dtype(self._structure.leaves[i].dtype)
-            found[i] = {
-                box: self.file.data[start : start + box.size * dtype.itemsize]
-                .view(dtype)
-                .reshape(box.shape)
-                for box, start in boxes
-            }
-        return found
+    def _views(self, places: Places) -> dict[int, Blocks]:
+        return {i: self._view(i, placed) for i, placed in places.items()}
 
     @property
     def state(self) -> Mapping[int, Blocks]:
         """The state behind which the steps lie: views of the file."""
         return self._views(self._places)
 
-    def begin(
-        self,
-        step: int,
-        updates: Sequence[int],
-        sums: Mapping[int, int],
-        passed: Sequence[int] | None = None,
-        folded: Mapping[str, Sequence[int]] | None = None,
-        bad: Collection[int] = (),
-    ) -> None:
-        """Say that all is there of the step that was stored last; see :meth:`Journal.begin`."""
-        leaves = range(len(self._structure.leaves))
-        header: dict[str, Any] = {
-            "step": step,
-            "end": self._end,
-            "sums": [sums.get(i, 0) for i in leaves],
-        }
-        if self.place.run:
-            header |= {"passed": passed, "bad": [*bad]}
-        self._write(header)
+    def _own_header(self, updates: Sequence[int]) -> Mapping[str, Any]:
+        return {"end": self._end}
 
     def resume(self, step: int | None = None) -> Found:
         """The state and the steps since it; see :meth:`StepFile.resume`."""
@@ -192,18 +151,14 @@ class RecordLog(StepFile):
         records, self._end = list[Recorded](), self._state_bytes
         while self._end < header["end"]:
             head, head_bytes = unframed(self.file.data[self._end :])
-            begin = self._end + _aligned(head_bytes)
+            begin = self._end + aligned(head_bytes)
             told = Recorded.of(head["head"], {})
-            leaves = [i for i in told.stored if i in self._boxes]
+            leaves = [i for i in told.stored if i in self._places]
             places, self._end = self._lay_out(leaves, begin)
             records.append(replace(told, blocks=self._views(places)))
         return Found(header["step"], self.state, header["sums"], records=records)
 
 
-def _aligned(nbytes: int) -> int:
-    return -(-nbytes // ALIGNMENT_BYTES) * ALIGNMENT_BYTES
-
-
 def _head_bytes(leaves: Sequence[int]) -> int:
     """Bytes that tell what a step stores, about."""
-    return _aligned(len(framed({"head": [[], [], [*leaves]]})))
+    return aligned(len(framed({"head": [[], [], [*leaves]]})))

@@ -4,14 +4,15 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Protocol
 
 import jax
+import numpy as np
 
-from adacheck_jax.format.boxes import Blocks
+from adacheck_jax.format.boxes import Blocks, Box
 from adacheck_jax.proof.agreement import Offer, OfferedStep
 from adacheck_jax.proof.files.shadow_file import (
     SUFFIX,
@@ -31,6 +32,9 @@ _DESCRIPTION_BYTES = 1 << 14
 LEAF_HEADER_BYTES = 128
 """Bytes of a leaf in a header, at most: a fingerprint, and a number of 16 bytes in hexadecimal."""
 ALIGNMENT_BYTES = 64
+
+Places = dict[int, list[tuple[Box, int]]]
+"""Boxes of each leaf, by leaf index, and the byte of a file's memory at which each begins."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -278,8 +282,47 @@ class StepFile:
         folded: Mapping[str, Sequence[int]] | None = None,
         bad: Collection[int] = (),
     ) -> None:
-        """Say that all is there of a step; see :meth:`Journal.begin`."""
+        """Say that all is there of a step, but for what its updates compute.
+
+        Args:
+            step: its number.
+            updates: positions of the recorders whose update is still to be folded.
+            sums: fingerprints, or this process's contributions to them.
+            passed: the fingerprints, once all processes have stored the step.
+            folded: fingerprints of the boxes, once the step is folded.
+            bad: owners of the copies that were found bad.
+        """
+        leaves = range(len(self._structure.leaves))
+        header = {
+            "step": step,
+            "sums": [sums.get(i, 0) for i in leaves],
+            **self._own_header(updates),
+        }
+        if self.place.run:
+            header |= {"passed": passed, "folded": folded, "bad": [*bad]}
+        self._write(header)
+
+    def _own_header(self, updates: Sequence[int]) -> Mapping[str, Any]:
+        """The part of a step's header that its kind of file alone has."""
         raise NotImplementedError
+
+    def _lay_out(self, leaves: Iterable[int], start: int) -> tuple[Places, int]:
+        """Places for the boxes of some leaves, one behind another, and their end."""
+        places: Places = {}
+        for i in leaves:
+            places[i] = []
+            for box in self._held.boxes(i):
+                places[i].append((box, start))
+                start += aligned(box.size * self._structure.leaves[i].itemsize_bytes)
+        return places, start
+
+    def _view(self, leaf: int, placed: Sequence[tuple[Box, int]], offset: int = 0) -> Blocks:
+        """The boxes of a leaf that lie at some places, behind an offset: views of the file."""
+        dtype, found = jax.numpy.dtype(self._structure.leaves[leaf].dtype), dict[Box, np.ndarray]()
+        for box, start in placed:
+            memory = self.file.data[offset + start : offset + start + box.size * dtype.itemsize]
+            found[box] = memory.view(dtype).reshape(box.shape)
+        return found
 
     def _write(self, header: Mapping[str, Any]) -> None:
         self._number += 1
@@ -340,6 +383,11 @@ class StepFile:
             ShadowFileError: the file holds no whole step, or not that one.
         """
         raise NotImplementedError
+
+
+def aligned(nbytes: int) -> int:
+    """Bytes up to the next multiple of the alignment."""
+    return -(-nbytes // ALIGNMENT_BYTES) * ALIGNMENT_BYTES
 
 
 _PLACE = ("root", "item", "run", "process", "count")

@@ -41,7 +41,7 @@ class Consumed(NamedTuple):
 
 
 class _Share(NamedTuple):
-    """What this process reads of a delta: boxes for itself, by position, and those it exchanges."""
+    """Boxes of a delta that this process reads: its own, by position, and those it exchanges."""
 
     own: list[tuple[int, Box]]
     exchanges: tuple[ShareExchange, ...]

@@ -25,7 +25,10 @@ class Consent:
         self.exchange, self._is_used = exchange, False
 
     def ask(self, what: str) -> bool:
-        """True if all processes send, and the same; empty if this one cannot. Waits for all."""
+        """True if all processes send, and the same; waits for all.
+
+        ``what`` names it; it is empty if this process cannot send.
+        """
 
         def judge(reports: Sequence[Report]) -> Report:
             told = {each.get("what", "") for each in reports}
