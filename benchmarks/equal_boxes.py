@@ -16,7 +16,6 @@ import argparse
 import json
 import os
 import statistics
-import subprocess
 import sys
 import tempfile
 import time
@@ -26,10 +25,9 @@ from typing import Any
 
 import numpy as np
 
-from benchmarks.common import environment, free_port
+from benchmarks.common import environment, in_processes
 
 _PROCESSES, _WIDTH, _EXPERTS = 4, 512, 8
-_TIMEOUT_S = 400
 State = dict[str, np.ndarray]
 Noise = Callable[..., np.ndarray]
 
@@ -92,7 +90,7 @@ def main() -> None:
     print("|---|---|---|---|---|---|---|---|---|---|---|")
     with tempfile.TemporaryDirectory() as root:
         for case in arguments.cases:
-            for row in zip(*_run(root, arguments.mb, arguments.bases, case), strict=True):
+            for row in zip(*_of_all(root, arguments.mb, arguments.bases, case), strict=True):
                 cells = [f"{each:.3f}" for each in row[0]["bytes"]]
                 for key, factor, digits in (("blocked_s", 1000, 1), ("durable_s", 1, 3)):
                     slowest = map(max, zip(*(each[key] for each in row), strict=True))
@@ -100,25 +98,11 @@ def main() -> None:
                 print(f"| {case} | {row[0]['layout']} | {' | '.join(cells)} |", flush=True)
 
 
-def _run(*values: Any) -> list[Any]:
-    port, command = free_port(), [sys.executable, "-m", "benchmarks.equal_boxes", "child"]
-    children = [
-        subprocess.Popen(
-            [*command, *map(str, (index, port, *values))], stdout=subprocess.PIPE, text=True
-        )
-        for index in range(_PROCESSES)
-    ]
-    try:
-        outputs = [child.communicate(timeout=_TIMEOUT_S)[0] for child in children]
-    finally:
-        for child in children:
-            child.kill()
-    if any(child.returncode for child in children):
-        raise RuntimeError("a process failed")
-    return [json.loads(output.splitlines()[-1]) for output in outputs]
+def _of_all(*values: Any) -> list[Any]:
+    return in_processes("benchmarks.equal_boxes", "child", _PROCESSES, *values)
 
 
-def _child(process: int, port: int, root: str, mb: int, bases: int, case: str) -> None:
+def _child(process: int, port: str, root: str, mb: int, bases: int, case: str) -> None:
     os.environ["XLA_FLAGS"] = "--xla_force_host_platform_device_count=1"
     import jax
     from jax.sharding import NamedSharding, PartitionSpec
@@ -194,8 +178,7 @@ def _measured(root: Path, states: list[Any]) -> dict[str, list[float]]:
 
 if __name__ == "__main__":
     if sys.argv[1:2] == ["child"]:
-        _child(
-            int(sys.argv[2]), int(sys.argv[3]), sys.argv[4], *map(int, sys.argv[5:7]), sys.argv[7]
-        )
+        process, _, port, root, mb, bases, case = sys.argv[2:]
+        _child(int(process), port, root, int(mb), int(bases), case)
     else:
         main()

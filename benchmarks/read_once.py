@@ -16,16 +16,15 @@ import argparse
 import json
 import os
 import statistics
-import subprocess
 import sys
 import tempfile
 import time
 from pathlib import Path
 from typing import Any
 
-from benchmarks.common import environment, free_port
+from benchmarks.common import environment, in_processes
 
-_TIMEOUT_S = 900
+_MODULE = "benchmarks.read_once"
 _COUNTER = "/tensorstore/kvstore/file/bytes_read"
 _CHOICES: dict[str, bool | None] = {"auto": None, "each for itself": False, "together": True}
 
@@ -43,11 +42,10 @@ def main() -> None:
     print("|---|---|---|---|---|---|")
     with tempfile.TemporaryDirectory() as root:
         size = str(arguments.mb), str(arguments.deltas)
-        (stored,) = _run("save", 1, root, *size)
+        (stored,) = in_processes(_MODULE, "save", 1, root, *size)
         for processes in arguments.processes:
-            for row in zip(
-                *_run("restore", processes, root, *size, arguments.repeats), strict=True
-            ):
+            given = root, *size, arguments.repeats
+            for row in zip(*in_processes(_MODULE, "restore", processes, *given), strict=True):
                 ratio = sum(each["bytes"] for each in row) / stored["bytes"]
                 slowest_s = [max(times) for times in zip(*(e["s"] for e in row), strict=True)]
                 print(
@@ -55,27 +53,6 @@ def main() -> None:
                     f"| {statistics.median(slowest_s[1:]):.2f} | {slowest_s[0]:.2f} |",
                     flush=True,
                 )
-
-
-def _run(mode: str, processes: int, *values: Any) -> list[Any]:
-    port = free_port()
-    command = [sys.executable, "-m", "benchmarks.read_once", mode]
-    children = [
-        subprocess.Popen(
-            [*command, *map(str, (index, processes, port, *values))],
-            stdout=subprocess.PIPE,
-            text=True,
-        )
-        for index in range(processes)
-    ]
-    try:
-        outputs = [child.communicate(timeout=_TIMEOUT_S)[0] for child in children]
-    finally:
-        for child in children:
-            child.kill()
-    if any(child.returncode for child in children):
-        raise RuntimeError(f"a child of {mode} in {processes} processes failed")
-    return [json.loads(output.splitlines()[-1]) for output in outputs]
 
 
 def _child(mode: str, process: str, processes: str, port: str, root: str, *sizes: str) -> None:

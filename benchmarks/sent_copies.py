@@ -15,16 +15,14 @@ import argparse
 import json
 import os
 import statistics
-import subprocess
 import sys
 import tempfile
 import time
 from pathlib import Path
 from typing import Any
 
-from benchmarks.common import environment, free_port
+from benchmarks.common import environment, in_processes
 
-_TIMEOUT_S = 460
 _LEAVES, _WIDTH = 24, 512
 
 
@@ -42,7 +40,7 @@ def main() -> None:
     for layout in arguments.layouts:
         with tempfile.TemporaryDirectory(dir="/dev/shm") as root:
             given = layout, root, arguments.mb, arguments.steps
-            found = _run(arguments.processes, *given)
+            found = in_processes("benchmarks.sent_copies", "child", arguments.processes, *given)
         sent = f"{found[0]['sent']:.3f}"
         for call in ("save", "record_step"):
             alone, copied = (
@@ -56,25 +54,6 @@ def main() -> None:
                 f"| {copied / alone:.2f} | {sent} |",
                 flush=True,
             )
-
-
-def _run(processes: int, *values: Any) -> list[Any]:
-    port = free_port()
-    command = [sys.executable, "-m", "benchmarks.sent_copies", "child"]
-    children = [
-        subprocess.Popen(
-            [*command, *map(str, (index, processes, port, *values))],
-            stdout=subprocess.PIPE,
-            text=True,
-        )
-        for index in range(processes)
-    ]
-    try:
-        outputs = [child.communicate(timeout=_TIMEOUT_S)[0] for child in children]
-    finally:
-        for child in children:
-            child.kill()
-    return [json.loads(output.splitlines()[-1]) for output in outputs]
 
 
 def _begun(processes: int, layout: str, mb: int) -> tuple[Any, Any, Any, int]:
