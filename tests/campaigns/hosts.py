@@ -15,7 +15,9 @@ left, or, where nothing was wiped, once all hosts have stored it.
 
 Kinds of rounds: plain; skew, with pauses around all that is stored; first, in which the host that
 is killed has process 0; corrupt, in which bits are flipped in the file of another host; newer,
-in which storage has a newer step than memory; and more, in which each host has two processes.
+in which storage has a newer step than memory; more, in which each host has two processes; base, in
+which a host dies between two exchanges of a base; several and all, in which the memory of two or
+three hosts, or of all, is wiped, so that storage may be all there is.
 """
 
 from __future__ import annotations
@@ -40,7 +42,18 @@ from tests.campaigns import command
 from tests.processes import Child, forked
 
 HOSTS = 4
-KINDS = ("plain", "skew", "first", "corrupt", "newer", "more")
+KINDS = {
+    "plain": 1,
+    "skew": 3,
+    "first": 1,
+    "corrupt": 1,
+    "newer": 1,
+    "more": 1,
+    "base": 1,
+    "several": 1,
+    "all": 0.5,
+}
+"""How often each kind of round is drawn."""
 LAYOUTS = ("replicated", "halves", "cut")
 START_S = 90.0
 """Longest wait for a round to begin to train."""
@@ -53,7 +66,7 @@ class Tally:
     """Findings of a campaign.
 
     Attributes:
-        kills: rounds that ended by kills.
+        kills: rounds of each kind, which ended by kills.
         wiped: rounds after which a host's memory was wiped.
         recovered: rounds that began with a state from memory.
         newer: those of them whose step storage did not have.
@@ -66,7 +79,7 @@ class Tally:
         failures: anything else.
     """
 
-    kills: int = 0
+    kills: collections.Counter[str] = field(default_factory=collections.Counter)
     wiped: int = 0
     recovered: int = 0
     newer: int = 0
@@ -104,7 +117,7 @@ class Hosts:
         self._digests: dict[int, str] = {}
         self._lines: list[list[list[str]]] = []
         self._expected, self._why = 0, ""
-        self._wiped, self._each = set[int](), 1
+        self._wiped, self._each, self._victim = set[int](), 1, 0
 
     def round(self, kind: str) -> None:
         """One start, and its end."""
@@ -115,10 +128,13 @@ class Hosts:
                 self.tally.failures.append(f"{name}: did not begin; see {self._place}")
                 return
             self._judge(name, newest)
-            self._wait_for_steps()
-            victim = self._rng.randrange(HOSTS)
+            victim = self._victim
             if kind == "first":
                 victim = order.index(0) // self._each
+            if kind == "base":
+                children[victim].process.join(START_S)
+            else:
+                self._wait_for_steps()
             self._kill(children, victim)
         finally:
             for each in children:
@@ -127,8 +143,8 @@ class Hosts:
                 each.output.unlink(missing_ok=True)
         self._lines = self._read()
         self._tell_warnings(name)
-        self.tally.kills += 1
-        self._note(victim, wipes=kind != "newer" and self._rng.random() < 0.75)
+        self.tally.kills[kind] += 1
+        self._note(self._to_wipe(kind, victim))
         if kind == "corrupt":
             self._corrupt(victim)
         if kind == "newer":
@@ -136,6 +152,7 @@ class Hosts:
 
     def _start(self, kind: str, memory: str, last: int = 10**6) -> tuple[list[Child], list[int]]:
         self._each = 2 if kind == "more" else 1
+        self._victim = self._rng.randrange(HOSTS)
         count, port = HOSTS * self._each, free_port()
         order = self._rng.sample(range(count), count)
         shared = {
@@ -149,6 +166,7 @@ class Hosts:
             "recorded": 0.0 if last < 10**6 else 0.6,
             "compiled": str(self._compiled),
             "memory": str(self._place / memory),
+            "dies": [self._victim, self._rng.randrange(1, 6)] if kind == "base" else None,
         }
         for each in self._place.glob("out-*"):
             each.unlink()
@@ -213,14 +231,22 @@ class Hosts:
         for each in children:
             each.process.join()
 
-    def _note(self, victim: int, *, wipes: bool) -> None:
-        """Wipes the memory of a host, and notes which step is left whole."""
+    def _to_wipe(self, kind: str, victim: int) -> set[int]:
+        """The hosts whose memory is lost."""
+        if kind == "all":
+            return set(range(HOSTS))
+        if kind == "several":
+            others = [host for host in range(HOSTS) if host != victim]
+            return {victim, *self._rng.sample(others, self._rng.choice([1, 2]))}
+        return {victim} if kind != "newer" and self._rng.random() < 0.75 else set()
+
+    def _note(self, wiped: set[int]) -> None:
+        """Wipes the memory of hosts, and notes which step is left whole."""
         for own in self._lines:
             self._digests |= {int(w[1]): w[2] for w in own if w[0] == "state"}
-        wiped = {victim} if wipes else set[int]()
-        if wipes:
-            self.tally.wiped += 1
-            shutil.rmtree(self._place / "memory" / str(victim), ignore_errors=True)
+        self.tally.wiped += bool(wiped)
+        for host in wiped:
+            shutil.rmtree(self._place / "memory" / str(host), ignore_errors=True)
         stored = [_steps(own, "stored") for own in self._lines]
         passed = [_steps(own, "passed") for own in self._lines]
         left = [each for each in range(len(stored)) if each // self._each not in wiped]
@@ -235,7 +261,7 @@ class Hosts:
             known = max(known, min(max(each) for each in stored))
         # A whole state that replaces another is on its way: then no file may have a step.
         is_gap = any(not stored[host] for host in left)
-        self._expected = 0 if is_gap else known
+        self._expected = 0 if is_gap or len(wiped) > 1 else known
 
     def _tell_warnings(self, name: str) -> None:
         """Notes what no kill explains: a copy that differs, or a process that does not follow.
@@ -336,8 +362,9 @@ def table(tally: Tally) -> str:
     """What was found."""
     took = sorted(tally.took_s) or [math.nan]
     rows = [
-        ("rounds that ended by SIGKILL of all hosts", tally.kills),
-        ("of them with one host's memory wiped", tally.wiped),
+        ("rounds that ended by SIGKILL of all hosts", tally.kills.total()),
+        *((f"of them: {kind}", count) for kind, count in tally.kills.most_common()),
+        ("of them with the memory of hosts wiped", tally.wiped),
         ("states recovered from memory", tally.recovered),
         ("of them newer than storage", tally.newer),
         ("began from storage, or with nothing", tally.storage),
@@ -366,7 +393,8 @@ def main() -> int:
                 layout = LAYOUTS[number // ROUNDS % len(LAYOUTS)]
                 seed = args.seed + number
                 hosts.append(Hosts(directory, seed, layout, tally, records=args.records))
-            hosts[-1].round("plain" if number % ROUNDS == 0 else rng.choice(KINDS))
+            drawn = rng.choices([*KINDS], [*KINDS.values()])[0]
+            hosts[-1].round("plain" if number % ROUNDS == 0 else drawn)
         problems += tally.problems()
     text = "" if args.json else table(tally)
     return command.finish({"seed": args.seed, **vars(tally)}, problems, text)

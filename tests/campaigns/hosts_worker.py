@@ -5,7 +5,8 @@ Usage: hosts_worker.py MODE PROCESS PROCESSES PORT ROOT OUT DEVICES HEARTBEAT
 MODE is JSON: the host that this process is, the layout, a seed, the last step, the number of
 copies, the longest pause and that after a chunk, the share of recorded steps, a directory for
 compiled programs, and one for the memory of all machines: a folder for each, or one machine's. It
-may have the machine, if several hosts share one, and the number of hosts of a failure domain. The
+may have the machine, if several hosts share one, the number of hosts of a failure domain, and a
+host that dies, with the number of the exchange between processes' bases after which it does. The
 process recovers or restores, trains until it is killed or has all steps, and appends to OUT-HOST a
 line for each of:
 
@@ -21,9 +22,12 @@ line for each of:
 from __future__ import annotations
 
 import hashlib
+import itertools
 import json
 import logging
+import os
 import random
+import signal
 import time
 from pathlib import Path
 from typing import Any
@@ -43,6 +47,7 @@ from adacheck_jax.device.sending import Sender
 from adacheck_jax.proof.files.journal import Journal
 from adacheck_jax.proof.files.record_log import RecordLog
 from adacheck_jax.proof.files.step_file import StepFile
+from adacheck_jax.store import sharing
 from tests import support
 from tests.campaigns.crashes import compile_once
 
@@ -112,6 +117,22 @@ def watch() -> None:
     send, Sender.send = Sender.send, sent
 
 
+def die_in_a_base(after: int) -> None:
+    """Lets this process kill itself after it took part in so many exchanges of bases."""
+    share, met = sharing.share, itertools.count(1)
+
+    def shared(offers: Any, agree: Any) -> Any:
+        def agreed(*args: Any) -> Any:
+            answer = agree(*args)
+            if next(met) == after:
+                os.kill(os.getpid(), signal.SIGKILL)
+            return answer
+
+        return share(offers, agreed)
+
+    sharing.share = shared
+
+
 def program() -> support.Program:
     """A small model, its leaves cut along the second axis of the mesh alone."""
     mesh = support.mesh_of(AXES[given["layout"]])
@@ -131,6 +152,7 @@ def program() -> support.Program:
             "opt_state": chain.init(params),
             "step": jnp.int32(0),
             "noise": jax.random.key_data(jax.random.key(7)),
+            "equal": jnp.tile(params["layer0"][:, :WIDTH], 4),  # in all boxes, wherever it is cut
         }
         key = jax.jit(lambda: jax.random.key(7), out_shardings=whole)()
         return {**jax.tree.map(placed, state), "key": key}
@@ -147,7 +169,8 @@ def program() -> support.Program:
         noise = state["noise"] * jnp.uint32(1664525) + jnp.uint32(1013904223)
         params = optax.apply_updates(state["params"], updates)
         step, key = state["step"] + 1, jax.random.fold_in(state["key"], state["step"])
-        return {"params": params, "opt_state": opt_state, "step": step, "noise": noise, "key": key}
+        moved = {"params": params, "opt_state": opt_state, "step": step, "noise": noise, "key": key}
+        return {**state, **moved}
 
     return support.Program.of(recorder, begin, train_step)
 
@@ -194,6 +217,8 @@ def main() -> None:
     )
     compile_once(Path(given["compiled"]))
     watch()
+    if given.get("dies") and given["dies"][0] == given["host"]:
+        die_in_a_base(given["dies"][1])
     with adacheck.checkpoint_manager(own.root, run.recorder, shadow=shadow) as manager:
         begin_s, before = time.monotonic(), bytes_read()
         abstract = support.abstract(run.state)
