@@ -17,7 +17,8 @@ Kinds of rounds: plain; skew, with pauses around all that is stored; first, in w
 is killed has process 0; corrupt, in which bits are flipped in the file of another host; newer,
 in which storage has a newer step than memory; more, in which each host has two processes; base, in
 which a host dies between two exchanges of a base; several and all, in which the memory of two or
-three hosts, or of all, is wiped, so that storage may be all there is.
+three hosts, or of all, is wiped, so that storage may be all there is; bare, before which storage
+loses all.
 """
 
 from __future__ import annotations
@@ -52,6 +53,7 @@ KINDS = {
     "base": 1,
     "several": 1,
     "all": 0.5,
+    "bare": 0.5,
 }
 """How often each kind of round is drawn."""
 LAYOUTS = ("replicated", "halves", "cut")
@@ -121,6 +123,8 @@ class Hosts:
 
     def round(self, kind: str) -> None:
         """One start, and its end."""
+        if kind == "bare":
+            shutil.rmtree(self._place / "root", ignore_errors=True)
         name, newest = f"{self._place.name}, {kind}", self._newest()
         children, order = self._start(kind, "memory")
         try:
