@@ -24,6 +24,7 @@ loses all.
 from __future__ import annotations
 
 import collections
+import contextlib
 import json
 import math
 import os
@@ -229,7 +230,8 @@ class Hosts:
         for number, each in enumerate([*own, *(x for x in children if x not in own)]):
             pid = each.process.pid
             if pid is not None and each.returncode is None:
-                os.kill(pid, signal.SIGKILL)
+                with contextlib.suppress(ProcessLookupError):  # ended by JAX, since a host died
+                    os.kill(pid, signal.SIGKILL)
             if number == len(own) - 1:
                 time.sleep(self._rng.choice([0, 0, 0.1, 0.5]))
         for each in children:
