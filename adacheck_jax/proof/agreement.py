@@ -10,6 +10,8 @@ Newer of memory and storage wins, and memory where they are equal.
 
 from __future__ import annotations
 
+import itertools
+import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -17,6 +19,9 @@ from typing import Any
 from adacheck_jax.format.boxes import Box
 from adacheck_jax.format.fingerprint import combine
 from adacheck_jax.proof.holdings import Boxes, Held
+
+_MOST_WAYS = 1 << 12
+"""Ways to add up the fingerprints of a leaf's boxes that are tried."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -147,6 +152,37 @@ def missing_leaves(held: Iterable[Boxes], sizes: Sequence[int]) -> list[int]:
         for i, size in enumerate(sizes)
         if size and sum(box.size for box in found.get(i, ())) != size
     ]
+
+
+Prints = Mapping[int, Mapping[Box, int]]
+"""Fingerprints of boxes, by leaf index."""
+
+
+def right_prints(found: Iterable[Prints], sums: Sequence[int]) -> dict[int, dict[Box, int]]:
+    """Which of several fingerprints of a box are right, as those of a leaf's boxes add up.
+
+    Args:
+        found: what lies in each file.
+        sums: fingerprint of each leaf.
+
+    Returns:
+        The fingerprints of boxes that files have with different bits. A leaf whose boxes add up to
+        its fingerprint in no way is left out, as is one with thousands of ways to add them up.
+    """
+    told: dict[int, dict[Box, set[int]]] = {}
+    for each in found:
+        for i, boxes in each.items():
+            for box, value in boxes.items():
+                told.setdefault(i, {}).setdefault(box, set()).add(value)
+    right = dict[int, dict[Box, int]]()
+    for i, boxes in told.items():
+        ways = math.prod(map(len, boxes.values()))
+        if 1 < ways <= _MOST_WAYS:
+            every = itertools.product(*map(sorted, boxes.values()))
+            values = next((x for x in every if combine(x) == sums[i]), ())
+            found_of = dict(zip(boxes, values, strict=False))
+            right[i] = {box: x for box, x in found_of.items() if len(boxes[box]) > 1}
+    return {i: boxes for i, boxes in right.items() if boxes}
 
 
 def givers(held: Mapping[int, Sequence[Boxes]]) -> dict[int, dict[Box, int]]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import random
 from types import SimpleNamespace
 from typing import Any
 
@@ -240,3 +241,21 @@ def test_copies_lie_in_other_domains_and_are_sent_where_no_device_there_has_the_
     if any(each.sent for each in found):  # which is known before the update is
         assert holdings.may_be_sent(structure, domains, copies)
     assert holdings.unprotected_bytes(structure, found, copies) == alone
+
+
+@given(
+    st.lists(st.lists(st.booleans(), min_size=1, max_size=3).filter(any), min_size=1, max_size=6),
+    st.integers(0, 2**64 - 1),
+)
+def test_the_right_ones_of_boxes_with_different_bits_are_told(is_good, seed):
+    boxes, rng = [Box((n,), (n + 1,)) for n in range(len(is_good))], random.Random(seed)
+    right = {box: rng.getrandbits(64) for box in boxes}
+    files = [
+        {0: {box: right[box] if good else rng.getrandbits(64)}}
+        for box, holders in zip(boxes, is_good, strict=True)
+        for good in holders
+    ]
+    torn = {box: right[box] for box, each in zip(boxes, is_good, strict=True) if not all(each)}
+    total = combine([*right.values()])
+    assert agreement.right_prints(files, [total]) == ({0: torn} if torn else {})
+    assert agreement.right_prints(files, [rng.getrandbits(64)]) == {}
