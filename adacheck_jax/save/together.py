@@ -18,7 +18,6 @@ import numpy as np
 from adacheck_jax.device import transfer
 from adacheck_jax.device.trees import PyTree
 from adacheck_jax.format.boxes import Blocks, Box
-from adacheck_jax.format.byte_loops import fingerprint_of
 from adacheck_jax.proof import agreement, holdings, shadow
 from adacheck_jax.proof.agreement import Choice, Offer, OfferedStep
 from adacheck_jax.proof.files.shadow_file import ShadowFileError
@@ -268,25 +267,13 @@ def _resumed(file: _File, offered: OfferedStep) -> tuple[Boxes, Found]:
     """Brings a file to a step: the boxes that are as they were when they were folded, and all."""
     file.journal.ready()
     found, good = file.journal.resume(offered.step), file.offer.boxes(offered)
-    if wrong := _changed(found.blocks, file.held, found.folded or {}):
+    if wrong := found.changed:
         _log.warning(
             "%s: %d parts of the state have changed since they were stored: copies are taken.",
             *(file.path, len(wrong)),
         )
         good = {i: tuple(x for x in own if (i, x) not in wrong) for i, own in good.items()}
     return good, found
-
-
-def _changed(
-    blocks: Mapping[int, Blocks], held: Held, folded: Mapping[str, Sequence[int]]
-) -> set[tuple[int, Box]]:
-    """The boxes whose fingerprints are not those of when they had been folded."""
-    return {
-        (i, box)
-        for i, sums in ((int(key), each) for key, each in folded.items())
-        for box, expected in zip(held.boxes(i), sums, strict=True)
-        if fingerprint_of(blocks[i][box], box.start) != expected
-    }
 
 
 def _delivered(

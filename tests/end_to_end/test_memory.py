@@ -7,6 +7,7 @@ import shutil
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 
 from benchmarks.common import free_port
@@ -113,3 +114,24 @@ def test_where_a_process_has_no_room_nothing_is_recovered_and_all_is_saved(tmp_p
     assert [x for x in said if "nothing can be recovered from memory: a copy of the state" in x]
     again = run(tmp_path, 2, layout, 7)
     assert [each[0] for each in again["restored"]] == ["6"] * 2
+
+
+def last_state(told: dict[str, list[list[str]]]) -> list[str]:
+    """The last state that a run trained, with its step."""
+    return max(told["state"], key=lambda rest: int(rest[0]))
+
+
+@pytest.mark.slow
+def test_a_bit_that_changes_in_a_record_costs_the_box_alone(tmp_path):
+    options = {"records": True, "bytes": 8 << 20, "recorded": 0.0}
+    told = run(tmp_path, 2, "replicated", 6, **options)
+    (path,) = (tmp_path / "memory/1").iterdir()
+    memory = np.memmap(path, np.uint8, "r+")
+    used = np.flatnonzero(memory)
+    for at in (used[len(used) // 3], used[-3000]):  # of the state, and of the last record
+        memory[at] ^= 1
+    memory.flush()
+    again = run(tmp_path, 2, "replicated", 7, **options)
+    assert again["recovered"] == [last_state(told)] * 2
+    (changed,) = again["changed"]
+    assert "2 parts of the state have changed since they were stored" in " ".join(changed)

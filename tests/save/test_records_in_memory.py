@@ -395,6 +395,33 @@ def test_whoever_is_killed_when_the_file_holds_the_step_of_its_last_header(steps
         other.file.close()
 
 
+@settings(max_examples=40, deadline=None)
+@given(data=st.data(), count=st.integers(0, 3))
+def test_of_several_processes_a_bit_that_changes_is_found_in_its_box(data, count):
+    run, rng = support.dict_run(mesh_of((1, 1))), np.random.default_rng(count)
+    with tempfile.TemporaryDirectory() as directory:
+        template = in_use(run, Path(directory))
+        structure = template._structure
+        place = dataclasses.replace(template.place, run="run", count=2)
+        update, held = ExportedUpdates("auto").of(structure), holdings.whole(structure)
+        log = RecordLog(place, structure, update, held, 3 * template.least_bytes)
+        log.create()
+        every, consumed = tuple(range(len(structure.leaves))), tuple(sorted(structure.consumed))
+        for step in range(1 + count):
+            change = Change((0,), consumed if step else every)
+            assert store(log, change, blocks_of(structure.leaves, change.stored, rng), step, "")
+        assert log.resume().changed == frozenset()
+        found = log.resume()
+        number = data.draw(st.integers(0, count))
+        blocks = found.records[number - 1].blocks if number else found.blocks
+        i = data.draw(st.sampled_from(sorted(blocks)))
+        ((box, block),) = blocks[i].items()
+        memory = block.reshape(-1).view(np.uint8)
+        memory[data.draw(st.integers(0, memory.size - 1))] ^= 1 << data.draw(st.integers(0, 7))
+        assert log.resume().changed == {(i, box)}
+        log.file.close()
+
+
 def assert_blocks(found, expected):
     assert found.keys() == expected.keys()
     for i, own in expected.items():
