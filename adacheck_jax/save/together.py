@@ -43,8 +43,11 @@ _log = logging.getLogger(__name__)
 class Together(Protocol):
     """The processes that recover one state."""
 
-    def agree(self, topic: str, own: Report, judge: Callable[[Sequence[Report]], Report]) -> Report:
-        """The judge's answer to the reports of all; an error of one is raised by all."""
+    def agree(self, own: Report, judge: Callable[[Sequence[Report]], Report]) -> Report:
+        """The judge's answer to the reports of all; an error of one is raised by all.
+
+        All call it equally often, about the same in turn.
+        """
         ...
 
     def deliver(
@@ -52,6 +55,7 @@ class Together(Protocol):
         abstract: Sequence[Any],
         givers: Mapping[int, Mapping[Box, int]],
         own: Mapping[int, Blocks],
+        ready: Callable[[], None],
     ) -> Callable[[int, Box], np.ndarray]:
         """Gives each process the elements of the boxes that its devices need; collective.
 
@@ -60,6 +64,7 @@ class Together(Protocol):
                 has the leaf for itself.
             givers: the process that gives each box, by leaf index.
             own: the boxes that this process has.
+            ready: called before anything is given; raises where a process fails.
 
         Returns:
             A function from a leaf index and a box to its elements.
@@ -118,10 +123,13 @@ def state_of(
         parts = _brought(structure, files, choice, peers)
 
         def advance(
-            leaves: Sequence[Any], records: Sequence[Recorded], read: Callable[..., Any]
+            leaves: Sequence[Any],
+            records: Sequence[Recorded],
+            read: Callable[..., Any],
+            ready: Callable[[], None],
         ) -> Sequence[Any]:
             update = planner.updates.of(structure)
-            return replayed(structure, update, replay, leaves, records, read)
+            return replayed(structure, update, replay, leaves, records, read, ready)
 
         return _delivered(structure, abstract_state, newest, choice, parts, peers, advance)
     finally:
@@ -173,7 +181,7 @@ def _chosen(
         "refused": [*refused],
         "stored": None if newest is None else newest.step,
     }
-    answer = peers.agree("offers", own, judge)
+    answer = peers.agree(own, judge)
     if "why" in answer:
         raise ShadowFileError(answer["why"])
     run, step, sums = answer["choice"]
@@ -238,7 +246,7 @@ def _brought(
 
     heads = [[x.head for x in each] for each in found_records]
     own = {"held": [Held(x).to_json() for x in held], "heads": heads}
-    answer = peers.agree("held", own, judge)
+    answer = peers.agree(own, judge)
     if "why" in answer:
         raise ShadowFileError(answer["why"])
     givers = dict[int, dict[Box, int]]()
@@ -291,17 +299,19 @@ def _delivered(
         for leaf, described in zip(jax.tree.leaves(abstract_state), structure.leaves, strict=True)
     ]
     givers, delivered = parts.givers, list[Callable[[int, Box], np.ndarray]]()
-    read = peers.deliver(abstract, givers, parts.blocks)
+    meet = _Meeting(peers)
 
     def read_record(number: int, i: int, box: Box) -> np.ndarray:
         while len(delivered) <= number:  # collective, and in the same order in all processes
             record = parts.records[len(delivered)]
             own = {leaf: givers[leaf] for leaf in record.stored if leaf in givers}
-            delivered.append(peers.deliver(abstract, own, record.blocks))
+            delivered.append(peers.deliver(abstract, own, record.blocks, meet))
         return delivered[number](i, box)
 
     def advance(leaves: Sequence[Any]) -> Sequence[Any]:
-        return advance_by(leaves, parts.records, read_record)
+        advanced = advance_by(leaves, parts.records, read_record, meet)
+        meet()
+        return advanced
 
     def like(i: int, leaf: Any) -> Any:
         wanted = abstract[i]
@@ -312,19 +322,47 @@ def _delivered(
         placed = transfer.place(wanted, lambda box: np.array(read(i, box)))
         return transfer.keyed(placed, leaf)
 
-    found, why = None, ""
     try:
+        read = peers.deliver(abstract, givers, parts.blocks, meet)
         found = compared(structure, abstract_state, like, choice.step, choice.sums, newest, advance)
-    except ShadowFileError as error:
-        why = str(error)
-
-    def judge(reports: Sequence[Report]) -> Report:
-        return {"why": next((each["why"] for each in reports if each["why"]), "")}
-
-    why = peers.agree("verdict", {"why": why}, judge)["why"]
-    if found is None or why:  # all of them, or none
-        raise ShadowFileError(why)
+    except Exception as error:  # nothing that goes wrong with memory keeps a run from its storage
+        if meet.ended is None:
+            why = str(error) if isinstance(error, ShadowFileError) else ""
+            meet(why or f"{type(error).__name__}: {error}")
+        raise meet.ended or error from None
+    meet()  # all of them have it, or none
     return found
+
+
+class _Meeting:
+    """Has all processes wait for each other before anything collective: none is left alone in it.
+
+    Attributes:
+        ended: error that all have heard of, so that nobody comes any more; None before.
+    """
+
+    def __init__(self, peers: Together) -> None:
+        self._peers = peers
+        self.ended: Exception | None = None
+
+    def __call__(self, why: str = "") -> None:
+        """Waits for all, or tells them why this process cannot go on.
+
+        Raises:
+            ShadowFileError: a process cannot go on.
+            AdaCheckError: a process is gone.
+        """
+
+        def judge(reports: Sequence[Report]) -> Report:
+            told = (f"process {n}: {x['why']}" for n, x in enumerate(reports) if x["why"])
+            return {"why": next(told, "")}
+
+        try:
+            if why := self._peers.agree({"why": why}, judge)["why"]:
+                raise ShadowFileError(why)
+        except Exception as error:
+            self.ended = error
+            raise
 
 
 def _raw(leaf: Any, shape: tuple[int, ...], dtype: str) -> Any:

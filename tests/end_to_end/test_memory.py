@@ -122,6 +122,18 @@ def last_state(told: dict[str, list[list[str]]]) -> list[str]:
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("fails", [0, 1])
+def test_where_one_process_cannot_replay_all_go_on_from_storage(tmp_path, fails):
+    told = run(tmp_path, 2, "cut", 5, records=True, recorded=0.0)
+    again = run(tmp_path, 2, "cut", 6, records=True, fails=fails, fails_at=2)
+    assert "recovered" not in again
+    assert again["restored"] == [last_state(told)] * 2
+    refused = [" ".join(each) for each in again["refused"]]
+    assert len(refused) == 2
+    assert all(f"process {fails}: RuntimeError: on purpose" in each for each in refused)
+
+
+@pytest.mark.slow
 def test_a_bit_that_changes_in_a_record_costs_the_box_alone(tmp_path):
     options = {"records": True, "bytes": 8 << 20, "recorded": 0.0}
     told = run(tmp_path, 2, "replicated", 6, **options)
