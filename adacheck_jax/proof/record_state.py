@@ -38,12 +38,10 @@ class RecordState(Followed):
         self._log = log
         super().__init__(structure, update, held, log, is_there=is_there, peers=peers)
 
-    @property
-    def wants_base(self) -> str:
+    def wants_base(self, ahead: int) -> str:
         """See :class:`Followed`."""
-        return (
-            "memory for the records since the last base is used up" if self._log.is_filled else ""
-        )
+        is_filled = self._log.file.is_open and self._log.is_filled(ahead)
+        return "memory for the records since the last base is used up" if is_filled else ""
 
     def _prepare(self) -> None:
         if self._make_file():

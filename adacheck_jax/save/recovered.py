@@ -49,12 +49,14 @@ class Recovered:
         step: number of the step.
         state: the state that the caller gets.
         leaves: its leaves as they are trained: with arrays in place of Python numbers.
+        has_records: True if it was in several processes' files for records.
     """
 
     lineage: Lineage | None
     step: int
     state: PyTree
     leaves: Sequence[Any]
+    has_records: bool = False
 
 
 class RecordReplay(Protocol):

@@ -20,6 +20,7 @@ from adacheck_jax.device.trees import PyTree
 from adacheck_jax.format.boxes import Blocks, Box
 from adacheck_jax.proof import agreement, holdings, shadow
 from adacheck_jax.proof.agreement import Choice, Offer, OfferedStep
+from adacheck_jax.proof.files.record_log import RecordLog
 from adacheck_jax.proof.files.shadow_file import ShadowFileError
 from adacheck_jax.proof.files.step_file import Found, FoundFile, Recorded, StepFile
 from adacheck_jax.proof.holdings import Boxes, Held
@@ -196,11 +197,13 @@ class _Parts:
         blocks: boxes of the state before the records, or of the step where there are none.
         records: the records that follow it, with this process's boxes of each.
         givers: the process that gives each box, by leaf index.
+        are_records: True if the files of all processes are for records.
     """
 
     blocks: Mapping[int, Blocks]
     records: Sequence[Recorded]
     givers: Mapping[int, Mapping[Box, int]]
+    are_records: bool
 
 
 def _brought(
@@ -208,6 +211,7 @@ def _brought(
 ) -> _Parts:
     """The parts of the step that this process has, and who gives which box."""
     blocks, held, found_records = dict[int, Blocks](), list[Boxes](), list[Sequence[Recorded]]()
+    kinds = set[str]()
     for each in files:
         offered = [x for x in each.offer.steps if x.step == choice.step]
         if each.offer.run != choice.run or not offered:
@@ -218,6 +222,7 @@ def _brought(
             _log.warning("%s: its part of the state is not taken: %s", each.path, error)
             continue
         held.append(good)
+        kinds.add(each.journal.kind)
         _join(blocks, _of_boxes(good, found.blocks))
         found_records.append([replace(x, blocks=_of_boxes(good, x.blocks)) for x in found.records])
     sizes = [leaf.nbytes // leaf.itemsize_bytes for leaf in structure.leaves]
@@ -232,11 +237,13 @@ def _brought(
             path = structure.leaves[lost[0]].path
             return {"why": f"step {choice.step}: no whole copy of {path} is left"}
         heads = [x for each in reports for x in each["heads"]]
-        if any(each != heads[0] for each in heads):
+        every_kind = sorted({x for each in reports for x in each["kinds"]})
+        if any(each != heads[0] for each in heads) or len(every_kind) > 1:
             return {"why": f"step {choice.step}: its files have other records"}
         chosen = agreement.givers(every)
         return {
             "heads": heads[0],
+            "kinds": every_kind,
             "givers": [
                 [giver, holdings.to_json({i: (box,)})]
                 for i, boxes in chosen.items()
@@ -245,7 +252,8 @@ def _brought(
         }
 
     heads = [[x.head for x in each] for each in found_records]
-    own = {"held": [Held(x).to_json() for x in held], "heads": heads}
+    told = [Held(x).to_json() for x in held]
+    own = {"held": told, "heads": heads, "kinds": [*kinds]}
     answer = peers.agree(own, judge)
     if "why" in answer:
         raise ShadowFileError(answer["why"])
@@ -257,7 +265,7 @@ def _brought(
     for each in found_records:
         for into, own in zip(records, each, strict=True):
             _join(into.blocks, own.blocks)
-    return _Parts(blocks, records, givers)
+    return _Parts(blocks, records, givers, answer["kinds"] == [RecordLog.kind])
 
 
 def _of_boxes(boxes: Boxes, found: Mapping[int, Blocks]) -> dict[int, Blocks]:
@@ -331,7 +339,7 @@ def _delivered(
             meet(why or f"{type(error).__name__}: {error}")
         raise meet.ended or error from None
     meet()  # all of them have it, or none
-    return found
+    return replace(found, has_records=parts.are_records)
 
 
 class _Meeting:

@@ -23,6 +23,7 @@ from adacheck_jax.proof.files import step_file
 from adacheck_jax.proof.files.record_log import LEAST_RECORDS, RecordLog
 from adacheck_jax.proof.files.shadow_file import ShadowFileError
 from adacheck_jax.proof.files.step_file import FilePlace, kind_at
+from adacheck_jax.save import validation
 from adacheck_jax.state.exported_update import ExportedUpdates
 from adacheck_jax.state.snapshot import Snapshots
 from adacheck_jax.update.binding import recorders_of
@@ -208,7 +209,7 @@ def test_the_memory_that_is_used_up_makes_the_next_save_a_base(root, memory, cap
 def test_a_record_without_room_leaves_the_steps_before_it(root, memory, monkeypatch, caplog):
     run = support.dict_run(mesh_of((1, 1)))
     least_bytes = in_use(run, memory).least_bytes
-    monkeypatch.setattr(RecordLog, "is_filled", False)
+    monkeypatch.setattr(RecordLog, "is_filled", lambda *_: False)
     handler = handler_of(run.recorder, memory, records=True, most_bytes=least_bytes)
     with manager_of(root, handler) as manager:
         saved = save_steps(manager, run, 2 * LEAST_RECORDS)
@@ -420,6 +421,23 @@ def test_of_several_processes_a_bit_that_changes_is_found_in_its_box(data, count
         memory[data.draw(st.integers(0, memory.size - 1))] ^= 1 << data.draw(st.integers(0, 7))
         assert log.resume().changed == {(i, box)}
         log.file.close()
+
+
+@pytest.mark.parametrize(
+    ("kinds", "whys", "differing", "expected"),
+    [
+        (("records", "records"), ("", ""), False, (False, "")),
+        (("records", "records"), ("", "full"), False, (False, "full")),
+        (("state", "state"), ("", ""), True, (True, shadow.OTHER_BITS)),
+        (("", "records"), ("", "full"), False, (False, "full")),
+        (("state", "records"), ("", ""), False, (True, None)),
+    ],
+)
+def test_processes_agree_on_records_and_on_bases(kinds, whys, differing, expected):
+    reports = [{"memory": each} for each in zip(kinds, whys, strict=True)]
+    keeps_records, why = validation._memory(reports, differing=differing)
+    assert keeps_records == expected[0]
+    assert why == expected[1] or (expected[1] is None and "process 1" in why)
 
 
 def assert_blocks(found, expected):

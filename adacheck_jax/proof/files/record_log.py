@@ -95,11 +95,15 @@ class RecordLog(StepFile):
         """Make the file, with memory for a state; see :meth:`StepFile.create`."""
         self.file.create(self._description(), self._state_bytes)
 
-    @property
-    def is_filled(self) -> bool:
-        """True if a new state is due, after which there is room again."""
-        room_bytes = len(self.file.data) - self._end
-        return room_bytes < _IN_FLIGHT * self._record_bytes
+    def is_filled(self, ahead: int = 0) -> bool:
+        """True if a new state is due, after which there is room again.
+
+        So many steps are ``ahead`` of it, besides those on their way; or as half of the room takes.
+        """
+        size_bytes = len(self.file.data)
+        half_bytes = max(_IN_FLIGHT * self._record_bytes, (size_bytes - self._state_bytes) // 2)
+        room_bytes = min((_IN_FLIGHT + ahead) * self._record_bytes, half_bytes)
+        return size_bytes - self._end < room_bytes
 
     def is_whole(self, change: StepChange) -> bool:
         """True if a step stores all leaves, so that it needs none before it."""
