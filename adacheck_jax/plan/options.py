@@ -39,7 +39,7 @@ class Shadow:
         records: True to keep in the directory the last base and what each step since it brought,
             which devices replay at a recovery, in place of a state that the host computes. None for
             that where the host turns out to compute other bits than the devices, or cannot compute
-            the update. When ``bytes`` are used up a process alone saves a base.
+            the update. Before ``bytes`` are used up the next save is a base.
         copies: number of other failure domains in whose memory what a process writes of a base is
             kept too, where there are so many; 0 for none. What devices of theirs do not hold anyway
             (data parallelism) is sent to them, by collectives in the calls that save, record and

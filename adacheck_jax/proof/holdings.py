@@ -85,21 +85,29 @@ def whole(structure: Structure) -> Held:
 
 
 def held_of(
-    structure: Structure, pieces: Pieces | None, domains: Sequence[str], copies: int
+    structure: Structure,
+    pieces: Pieces | None,
+    domains: Sequence[str],
+    copies: int,
+    *,
+    is_whole: bool = False,
 ) -> Held:
     """The boxes of this process's shadow, one of several.
 
     Args:
         structure: structure of the state.
-        pieces: its update; None for what no update touches alone.
+        pieces: its update; None for what no update touches alone, or for all that ``is_whole``.
         domains: failure domain of each process; none for a shadow that lies in no file.
         copies: number of copies of each box, where there are so many other domains.
+        is_whole: True for all leaves, each for itself where there are no pieces: nothing takes
+            them together but a replay on devices.
 
     Raises:
         UnfitError: parts of what one operation takes belong to several processes, or no process
             can compute some number.
     """
-    parts, count = parts_of(structure, pieces, domains, copies), jax.process_count()
+    parts = parts_of(structure, pieces, domains, copies, is_whole=is_whole)
+    count = jax.process_count()
     numbers = {} if pieces is None else number_holders(structure, pieces, count)
     missing = [structure.leaves[i].path for i, holders in numbers.items() if not holders]
     if missing and domains:
@@ -145,11 +153,16 @@ def held_by(
 
 
 def parts_of(
-    structure: Structure, pieces: Pieces | None, domains: Sequence[str], copies: int
+    structure: Structure,
+    pieces: Pieces | None,
+    domains: Sequence[str],
+    copies: int,
+    *,
+    is_whole: bool = False,
 ) -> list[HeldBox]:
     """All boxes of a state but for numbers of the update, each with its owners.
 
-    Without an update the boxes of what none touches.
+    Without an update the boxes of what none touches, or of all that ``is_whole``.
     """
     leaves, touched = structure.leaves, structure.touched
     rows: dict[int, tuple[int, ...]] = {}
@@ -165,7 +178,7 @@ def parts_of(
             rows[brought[0] if brought else row[0]] = row
     in_rows = {i for row in rows.values() for i in row}
     for i, leaf in enumerate(leaves):
-        is_known = pieces is not None or i not in touched
+        is_known = is_whole or pieces is not None or i not in touched
         if leaf.nbytes and is_known and i not in in_rows and i not in scalars:
             rows[i] = (i,)
     placing, parts = _Placing(domains, copies), list[HeldBox]()
@@ -173,14 +186,16 @@ def parts_of(
     for first, row in sorted(rows.items(), key=lambda pair: (pair[0] in touched, pair[0])):
         row_bytes = sum(leaves[i].itemsize_bytes for i in row)
         lying = [*{id(x): x for x in (structure.layouts[i] for i in row)}.values()]  # mostly one
-        is_whole = not any(is_narrow(np.dtype(leaves[i].dtype)) for i in row)
+        is_wide = not any(is_narrow(np.dtype(leaves[i].dtype)) for i in row)
         for box, owner in zip(leaves[first].boxes, leaves[first].owners, strict=True):
             found, sent = [owner], 0
             if copies and domains:
                 able = frozenset.intersection(*(_holders(each, box) for each in lying))
-                sends = is_whole and owner in able
+                sends = is_wide and owner in able
                 found += placing.others(owner, able, box.size * row_bytes, sends=sends)
                 sent = sum(each not in able for each in found[1:])
+                if pieces is None and is_whole:  # checks on devices may be collective: none is sent
+                    found, sent = found[: len(found) - sent], 0
             parts.append(HeldBox(row, box, tuple(found), sent))
     return parts
 

@@ -5,10 +5,8 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 
-from adacheck_jax.format.boxes import Blocks
-from adacheck_jax.format.byte_loops import fingerprint_of
 from adacheck_jax.proof.files.record_log import RecordLog
 from adacheck_jax.proof.files.shadow_file import ShadowFileError
 from adacheck_jax.proof.files.step_file import StepChange, StepFile
@@ -40,12 +38,10 @@ class RecordState(Followed):
         self._log = log
         super().__init__(structure, update, held, log, is_there=is_there, peers=peers)
 
-    @property
-    def wants_base(self) -> str:
+    def wants_base(self, ahead: int) -> str:
         """See :class:`Followed`."""
-        return (
-            "memory for the records since the last base is used up" if self._log.is_filled else ""
-        )
+        is_filled = self._log.file.is_open and self._log.is_filled(ahead)
+        return "memory for the records since the last base is used up" if is_filled else ""
 
     def _prepare(self) -> None:
         if self._make_file():
@@ -58,9 +54,8 @@ class RecordState(Followed):
         sums, blocks = begun.sums(), {i: begun.blocks[i] for i in begun.blocks}
         self._drop(begun.lost(), NOT_SENT)
         self._log.lift()
-        self._log.put_state(blocks)
+        self._folded = begun.number, self._log.put_state(blocks)  # which holders of copies compare
         self._log.begin(begun.number, (), sums, bad=self._bad)
-        self._note(begun.number, self._log.state)
 
     def _move(self, change: StepChange, step: ShadowStep) -> Sequence[int] | None:
         if self._peers is not None and not self._is_gated:
@@ -72,19 +67,12 @@ class RecordState(Followed):
             self._load(step)
         else:
             self._drop(step.lost(), NOT_SENT)
-            own = self._log.append(change, step.blocks)
+            self._folded = step.number, self._log.append(change, step.blocks)
             self._log.begin(step.number, (), step.sums(), bad=self._bad)
-            self._note(step.number, own)
         return self._pass(step, ()) if self._is_gated else None
 
     def _go_alone(self, journal: StepFile, reason: str) -> None:
         _log.warning("%s: %s.", self.told_until, reason)  # all files have the last that passed
-
-    def _note(self, step: int, blocks: Mapping[int, Blocks]) -> None:
-        """Notes digests of what was stored, which owners and holders of copies compare."""
-        if self._is_gated:
-            every = [(i, box, x) for i, own in blocks.items() for box, x in own.items()]
-            self._folded = step, {(i, box): fingerprint_of(x, box.start) for i, box, x in every}
 
     def _proof(self, step: ShadowStep, change: StepChange) -> dict[int, int] | None:
         return None  # nothing was computed

@@ -55,6 +55,9 @@ from adacheck_jax.update.elements.host_fold import UnfitError
 
 _log = logging.getLogger(__name__)
 
+OTHER_BITS = "the host computes other bits than the devices"
+"""Reason why states are not computed in memory."""
+
 _Sums = Future[dict[int, int] | None]
 Copies = Mapping[int, Blocks] | None
 """The blocks of every leaf that has elements; None if they cannot be had."""
@@ -67,6 +70,10 @@ class ShadowThread:
     the processes of a machine. With 0 there is none. Without a place it lies in no file. With
     ``keeps_records`` the file has a state and the records since, also where the host could compute
     the states after it; else where it cannot.
+
+    Attributes:
+        due: reason why the next save is a base: of several processes what they agreed on; empty for
+            none.
     """
 
     def __init__(
@@ -78,7 +85,7 @@ class ShadowThread:
         keeps_records: bool = False,
     ) -> None:
         self._most_bytes, self._place, self._peers = most_bytes, place, peers
-        self._keeps_records, self._due, self._loaded = keeps_records, "", None
+        self._keeps_records, self.due, self._loaded = keeps_records, "", None
         self._copied: tuple[Structure, Held | None, Mapping[int, Sequence[Box]]] | None = None
         self._sent: tuple[Structure, ExportedUpdate, Sequence[HeldBox]] | None = None
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="adacheck_shadow")
@@ -108,7 +115,7 @@ class ShadowThread:
             self._peers.gate.end()  # nobody need come to the steps before
         if copy is None or copy.structure is not structure or copy.update is not update:
             copy = self._state = self._made(structure, update)
-        self._told, self._due = begun.own, ""
+        self._told, self.due = begun.own, ""
         if copy is not None:
             copy.is_lost = False
             self._loaded = self._thread.submit(copy.load, begun)
@@ -208,9 +215,29 @@ class ShadowThread:
     @property
     def wants_base(self) -> str:
         """Reason why the next save should be a base, from which to begin anew; empty for none."""
-        if self._due or self._state is None or not (self._loaded is None or self._loaded.done()):
-            return self._due
-        return self._state.wants_base
+        return self.due or self.told(0)[1]
+
+    def told(self, ahead: int) -> tuple[str, str]:
+        """Kind of what this process keeps, and why it wants a base; for the other processes.
+
+        So many steps more than those on their way may come until then.
+        """
+        copy = self._state
+        if copy is None or copy.journal is None:
+            return "", ""
+        is_loaded = self._loaded is None or self._loaded.done()
+        return copy.journal.kind, copy.wants_base(ahead) if is_loaded else ""
+
+    def learn(self, *, keeps_records: bool, due: str) -> None:
+        """Learns what all processes agreed on: of what kind files are, and why a base is due."""
+        if keeps_records and not self._keeps_records:
+            self.give_up(due)
+        elif self._place is not None:
+            self.due = due
+
+    def keep_records(self) -> None:
+        """Has the file a state and the records since it, as all processes found them."""
+        self._keeps_records = True
 
     @property
     def has_room_for_copy(self) -> bool:
@@ -233,11 +260,11 @@ class ShadowThread:
 
     def give_up(self, reason: str) -> None:
         """Computes no more, and says so; a file has the records from the next base on."""
+        if self._place is not None:  # also where another process alone has one
+            self._keeps_records, self.due = True, reason
         if self._state is not None:
             if self._place is None:
                 self._refused = (self._state.structure, self._state.update)
-            else:
-                self._keeps_records, self._due = True, reason
             self.close()
             self._state = None
             _log.warning("Deltas are checked by sample from now on: %s", reason)
@@ -254,7 +281,7 @@ class ShadowThread:
         file, held = opened(found, structure, update)
         copy: Followed
         if isinstance(file, RecordLog):
-            self._keeps_records = True
+            self.keep_records()
             copy = RecordState(structure, update, held, file, is_there=True)
         else:
             most_bytes = self._most(self._place)
@@ -294,14 +321,14 @@ class ShadowThread:
         if place is not None:
             level, recovers = logging.WARNING, ", and nothing can be recovered from memory"
         if self._keeps_records and place is not None:
-            return self._made_log(place, structure, update, "")
+            return self._made_log(place, structure, update)
         size_bytes = wanted_bytes = most_bytes = 0
         without = None if peers is None else dataclasses.replace(peers, copies=0)
         for each in (peers, without) if peers is not None and peers.copies else (peers,):
             found = fold_of(structure, update, peers=each, is_kept=place is not None)
             if isinstance(found, str):
                 if found and place is not None:
-                    return self._made_log(place, structure, update, found)
+                    return self._made_log(place, structure, update)
                 if found:
                     _log.info("No host copy of the state follows: %s.", found)
                 return None
@@ -326,7 +353,7 @@ class ShadowThread:
         return None
 
     def _made_log(
-        self, place: FilePlace, structure: Structure, update: ExportedUpdate, why: str
+        self, place: FilePlace, structure: Structure, update: ExportedUpdate
     ) -> RecordState | None:
         """A state and the records since it, where the host cannot compute what follows."""
         peers, held = self._peers, holdings.whole(structure)
@@ -334,9 +361,8 @@ class ShadowThread:
             return None
         try:
             if peers is not None:
-                if update.pieces is None:
-                    raise UnfitError(why)
-                held = holdings.held_of(structure, update.pieces, peers.domains, peers.copies)
+                args = structure, update.pieces, peers.domains, peers.copies
+                held = holdings.held_of(*args, is_whole=True)
         except UnfitError as error:
             _log.warning("Nothing can be recovered from memory: %s.", error)
             return None
@@ -372,7 +398,8 @@ class ShadowThread:
                 "MiB, and may take %d: Shadow(bytes=...).",
                 *(-(-wanted_bytes >> 20), most_bytes >> 20),
             )
-        parts = holdings.parts_of(structure, update.pieces, peers.domains, peers.copies)
+        args = structure, update.pieces, peers.domains, peers.copies
+        parts = holdings.parts_of(*args, is_whole=True)
         alone_bytes = holdings.unprotected_bytes(structure, parts, peers.copies)
         if alone_bytes and jax.process_index() == 0:
             _log.warning(
@@ -470,5 +497,5 @@ class Proof:
         """
         if is_host():
             return True
-        self._shadow.give_up("the host computes other bits than the devices")
+        self._shadow.give_up(OTHER_BITS)
         return False

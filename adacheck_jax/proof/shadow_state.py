@@ -99,9 +99,8 @@ class Followed:
         self.position: Position | None = None
         self._prepared = in_background(self._prepare)
 
-    @property
-    def wants_base(self) -> str:
-        """Reason why the next save should be a base; empty for none."""
+    def wants_base(self, ahead: int) -> str:
+        """Reason why the next save should be a base, before which some steps may still come."""
         return ""
 
     def _prepare(self) -> None:

@@ -35,6 +35,7 @@ class Agreed:
     Attributes:
         caution: findings of the checks of any process.
         background: bases made in the background, possible if all processes say so.
+        memory: True where memory is to keep records, and the reason why the next save is a base.
         replicas: for each step the device whose replica was written; empty if all are equal.
         lead: the device whose replica the next saves write.
         reports: gives the reports of all processes.
@@ -42,6 +43,7 @@ class Agreed:
 
     caution: Caution
     background: BackgroundFacts
+    memory: tuple[bool, str]
     replicas: Sequence[str]
     lead: Lead
     reports: Callable[[], Sequence[Report]]
@@ -85,6 +87,8 @@ class Save:
         measured: seconds that this process measured since the last save; once the shares are
             written those that all processes learned of with it.
         background: facts of this process on bases made in the background.
+        memory: gives what this process keeps in memory, and why it wants a base before so many
+            steps more; see :meth:`~adacheck_jax.proof.shadow.ShadowThread.told`.
         base: copies of what a base stores; None for a delta.
         keeps: True if what it writes stays in memory until the step has its name: where storage
             refuses it, it can be written again.
@@ -110,6 +114,7 @@ class Save:
     attempt: Attempt
     measured: Sequence[Measurement]
     background: BackgroundFacts
+    memory: Callable[[int], tuple[str, str]]
     clock: Clock
     before_commit: Callable[[], None]
     replayable: bool = True

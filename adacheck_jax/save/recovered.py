@@ -49,12 +49,14 @@ class Recovered:
         step: number of the step.
         state: the state that the caller gets.
         leaves: its leaves as they are trained: with arrays in place of Python numbers.
+        has_records: True if it was in several processes' files for records.
     """
 
     lineage: Lineage | None
     step: int
     state: PyTree
     leaves: Sequence[Any]
+    has_records: bool = False
 
 
 class RecordReplay(Protocol):
@@ -68,6 +70,7 @@ class RecordReplay(Protocol):
         program: bytes,
         records: Sequence[Recorded],
         read: Callable[[int, int, Box], np.ndarray],
+        ready: Callable[[], None],
     ) -> Sequence[Any]:
         """Replays records on the devices that the leaves lie on; collective.
 
@@ -78,6 +81,7 @@ class RecordReplay(Protocol):
             program: its serialized program of this platform, which this process exported.
             records: what the steps bring, in their order.
             read: gives the elements of a box, by number of the record and index of the leaf.
+            ready: called before each update, which is collective; raises where a process fails.
 
         Returns:
             The leaves after the records, as the given ones lie.
@@ -113,7 +117,8 @@ def state_from(
 
     def advance(leaves: Sequence[Any]) -> Sequence[Any]:
         return replayed(
-            structure, planner.updates.of(structure), replay, leaves, found.records, read
+            *(structure, planner.updates.of(structure), replay, leaves, found.records, read),
+            lambda: None,
         )
 
     return compared(structure, abstract_state, like, found.step, found.sums, newest, advance)
@@ -126,6 +131,7 @@ def replayed(
     leaves: Sequence[Any],
     records: Sequence[Recorded],
     read: Callable[[int, int, Box], np.ndarray],
+    ready: Callable[[], None],
 ) -> Sequence[Any]:
     """Leaves after the records that follow them.
 
@@ -136,7 +142,7 @@ def replayed(
         return leaves
     described = update.described(structure, {update_program.platform(): update.program})
     try:
-        return replay(leaves, structure.leaves, described, update.program, records, read)
+        return replay(leaves, structure.leaves, described, update.program, records, read, ready)
     except AdaCheckError as error:
         raise ShadowFileError(f"its records cannot be replayed here: {error}") from error
 

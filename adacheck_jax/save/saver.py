@@ -185,6 +185,8 @@ class Saver:
         """
         args = self._planner, abstract_state, newest, files, peers, replay
         found = together.state_of(*args)
+        if found.has_records:  # which this run finds out as the last one did, else
+            self._shadow.keep_records()
         self._follow_recovered(found, newest, has_shadow=False, consent=consent)
         return found.step, found.state
 
@@ -354,6 +356,7 @@ class Saver:
             measured=self._watch.take(),
             # Those of the line that a base ends are nothing to the line that it begins.
             background=BackgroundFacts() if planned.is_base else self._background(directory),
+            memory=self._shadow.told,
             clock=self._clock,
             before_commit=self._bases.put,
             keeps=self._keeps,
@@ -532,6 +535,9 @@ class Saver:
         facts = self._bases.own
         if jax.process_count() > 1:
             facts = save.agreed_background if save is not None else None
+            if save is not None and save.agreed is not None:
+                keeps_records, due = save.agreed.memory
+                self._shadow.learn(keeps_records=keeps_records, due=due)
         seconds = self._bases.learn(facts) if facts is not None else None
         if seconds is None or taken is None or taken.save is None:
             return

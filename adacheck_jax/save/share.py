@@ -85,6 +85,7 @@ def _agreed(save: Save, directory: AnyPath, layout: ArrayLayout) -> Agreed:
     return Agreed(
         caution=Caution(answer["reason"], tuple(answer["distrusted"])),
         background=BackgroundFacts(*answer["background"]),
+        memory=(bool(answer["memory"][0]), answer["memory"][1]),
         replicas=answer["replicas"],
         lead=Lead(*answer["lead"]),
         reports=lambda: exchange.reports(SHARES) if exchange else [own],
@@ -140,6 +141,7 @@ def _write(save: Save, directory: AnyPath, layout: ArrayLayout) -> Report:
     for each, told in zip(save.steps, report["steps"], strict=True):
         each.verify()  # no manifest speaks of a delta whose replay was not compared
         told["replayed"] = None if each.replayed is None else sorted(each.replayed.items())
+    report["memory"] = save.memory(len(save.steps))
     report["check_s"] = save.clock() - begin_s
     return report
 

@@ -18,9 +18,9 @@ import numpy as np
 from adacheck_jax.device import transfer
 from adacheck_jax.device.trees import PyTree
 from adacheck_jax.format.boxes import Blocks, Box
-from adacheck_jax.format.byte_loops import fingerprint_of
 from adacheck_jax.proof import agreement, holdings, shadow
 from adacheck_jax.proof.agreement import Choice, Offer, OfferedStep
+from adacheck_jax.proof.files.record_log import RecordLog
 from adacheck_jax.proof.files.shadow_file import ShadowFileError
 from adacheck_jax.proof.files.step_file import Found, FoundFile, Recorded, StepFile
 from adacheck_jax.proof.holdings import Boxes, Held
@@ -44,8 +44,11 @@ _log = logging.getLogger(__name__)
 class Together(Protocol):
     """The processes that recover one state."""
 
-    def agree(self, topic: str, own: Report, judge: Callable[[Sequence[Report]], Report]) -> Report:
-        """The judge's answer to the reports of all; an error of one is raised by all."""
+    def agree(self, own: Report, judge: Callable[[Sequence[Report]], Report]) -> Report:
+        """The judge's answer to the reports of all; an error of one is raised by all.
+
+        All call it equally often, about the same in turn.
+        """
         ...
 
     def deliver(
@@ -53,6 +56,7 @@ class Together(Protocol):
         abstract: Sequence[Any],
         givers: Mapping[int, Mapping[Box, int]],
         own: Mapping[int, Blocks],
+        ready: Callable[[], None],
     ) -> Callable[[int, Box], np.ndarray]:
         """Gives each process the elements of the boxes that its devices need; collective.
 
@@ -61,6 +65,7 @@ class Together(Protocol):
                 has the leaf for itself.
             givers: the process that gives each box, by leaf index.
             own: the boxes that this process has.
+            ready: called before anything is given; raises where a process fails.
 
         Returns:
             A function from a leaf index and a box to its elements.
@@ -119,10 +124,13 @@ def state_of(
         parts = _brought(structure, files, choice, peers)
 
         def advance(
-            leaves: Sequence[Any], records: Sequence[Recorded], read: Callable[..., Any]
+            leaves: Sequence[Any],
+            records: Sequence[Recorded],
+            read: Callable[..., Any],
+            ready: Callable[[], None],
         ) -> Sequence[Any]:
             update = planner.updates.of(structure)
-            return replayed(structure, update, replay, leaves, records, read)
+            return replayed(structure, update, replay, leaves, records, read, ready)
 
         return _delivered(structure, abstract_state, newest, choice, parts, peers, advance)
     finally:
@@ -174,7 +182,7 @@ def _chosen(
         "refused": [*refused],
         "stored": None if newest is None else newest.step,
     }
-    answer = peers.agree("offers", own, judge)
+    answer = peers.agree(own, judge)
     if "why" in answer:
         raise ShadowFileError(answer["why"])
     run, step, sums = answer["choice"]
@@ -189,11 +197,13 @@ class _Parts:
         blocks: boxes of the state before the records, or of the step where there are none.
         records: the records that follow it, with this process's boxes of each.
         givers: the process that gives each box, by leaf index.
+        are_records: True if the files of all processes are for records.
     """
 
     blocks: Mapping[int, Blocks]
     records: Sequence[Recorded]
     givers: Mapping[int, Mapping[Box, int]]
+    are_records: bool
 
 
 def _brought(
@@ -201,6 +211,7 @@ def _brought(
 ) -> _Parts:
     """The parts of the step that this process has, and who gives which box."""
     blocks, held, found_records = dict[int, Blocks](), list[Boxes](), list[Sequence[Recorded]]()
+    kinds = set[str]()
     for each in files:
         offered = [x for x in each.offer.steps if x.step == choice.step]
         if each.offer.run != choice.run or not offered:
@@ -211,6 +222,7 @@ def _brought(
             _log.warning("%s: its part of the state is not taken: %s", each.path, error)
             continue
         held.append(good)
+        kinds.add(each.journal.kind)
         _join(blocks, _of_boxes(good, found.blocks))
         found_records.append([replace(x, blocks=_of_boxes(good, x.blocks)) for x in found.records])
     sizes = [leaf.nbytes // leaf.itemsize_bytes for leaf in structure.leaves]
@@ -225,11 +237,13 @@ def _brought(
             path = structure.leaves[lost[0]].path
             return {"why": f"step {choice.step}: no whole copy of {path} is left"}
         heads = [x for each in reports for x in each["heads"]]
-        if any(each != heads[0] for each in heads):
+        every_kind = sorted({x for each in reports for x in each["kinds"]})
+        if any(each != heads[0] for each in heads) or len(every_kind) > 1:
             return {"why": f"step {choice.step}: its files have other records"}
         chosen = agreement.givers(every)
         return {
             "heads": heads[0],
+            "kinds": every_kind,
             "givers": [
                 [giver, holdings.to_json({i: (box,)})]
                 for i, boxes in chosen.items()
@@ -238,8 +252,9 @@ def _brought(
         }
 
     heads = [[x.head for x in each] for each in found_records]
-    own = {"held": [Held(x).to_json() for x in held], "heads": heads}
-    answer = peers.agree("held", own, judge)
+    told = [Held(x).to_json() for x in held]
+    own = {"held": told, "heads": heads, "kinds": [*kinds]}
+    answer = peers.agree(own, judge)
     if "why" in answer:
         raise ShadowFileError(answer["why"])
     givers = dict[int, dict[Box, int]]()
@@ -250,7 +265,7 @@ def _brought(
     for each in found_records:
         for into, own in zip(records, each, strict=True):
             _join(into.blocks, own.blocks)
-    return _Parts(blocks, records, givers)
+    return _Parts(blocks, records, givers, answer["kinds"] == [RecordLog.kind])
 
 
 def _of_boxes(boxes: Boxes, found: Mapping[int, Blocks]) -> dict[int, Blocks]:
@@ -268,25 +283,13 @@ def _resumed(file: _File, offered: OfferedStep) -> tuple[Boxes, Found]:
     """Brings a file to a step: the boxes that are as they were when they were folded, and all."""
     file.journal.ready()
     found, good = file.journal.resume(offered.step), file.offer.boxes(offered)
-    if wrong := _changed(found.blocks, file.held, found.folded or {}):
+    if wrong := found.changed:
         _log.warning(
             "%s: %d parts of the state have changed since they were stored: copies are taken.",
             *(file.path, len(wrong)),
         )
         good = {i: tuple(x for x in own if (i, x) not in wrong) for i, own in good.items()}
     return good, found
-
-
-def _changed(
-    blocks: Mapping[int, Blocks], held: Held, folded: Mapping[str, Sequence[int]]
-) -> set[tuple[int, Box]]:
-    """The boxes whose fingerprints are not those of when they had been folded."""
-    return {
-        (i, box)
-        for i, sums in ((int(key), each) for key, each in folded.items())
-        for box, expected in zip(held.boxes(i), sums, strict=True)
-        if fingerprint_of(blocks[i][box], box.start) != expected
-    }
 
 
 def _delivered(
@@ -304,17 +307,19 @@ def _delivered(
         for leaf, described in zip(jax.tree.leaves(abstract_state), structure.leaves, strict=True)
     ]
     givers, delivered = parts.givers, list[Callable[[int, Box], np.ndarray]]()
-    read = peers.deliver(abstract, givers, parts.blocks)
+    meet = _Meeting(peers)
 
     def read_record(number: int, i: int, box: Box) -> np.ndarray:
         while len(delivered) <= number:  # collective, and in the same order in all processes
             record = parts.records[len(delivered)]
             own = {leaf: givers[leaf] for leaf in record.stored if leaf in givers}
-            delivered.append(peers.deliver(abstract, own, record.blocks))
+            delivered.append(peers.deliver(abstract, own, record.blocks, meet))
         return delivered[number](i, box)
 
     def advance(leaves: Sequence[Any]) -> Sequence[Any]:
-        return advance_by(leaves, parts.records, read_record)
+        advanced = advance_by(leaves, parts.records, read_record, meet)
+        meet()
+        return advanced
 
     def like(i: int, leaf: Any) -> Any:
         wanted = abstract[i]
@@ -325,19 +330,47 @@ def _delivered(
         placed = transfer.place(wanted, lambda box: np.array(read(i, box)))
         return transfer.keyed(placed, leaf)
 
-    found, why = None, ""
     try:
+        read = peers.deliver(abstract, givers, parts.blocks, meet)
         found = compared(structure, abstract_state, like, choice.step, choice.sums, newest, advance)
-    except ShadowFileError as error:
-        why = str(error)
+    except Exception as error:  # nothing that goes wrong with memory keeps a run from its storage
+        if meet.ended is None:
+            why = str(error) if isinstance(error, ShadowFileError) else ""
+            meet(why or f"{type(error).__name__}: {error}")
+        raise meet.ended or error from None
+    meet()  # all of them have it, or none
+    return replace(found, has_records=parts.are_records)
 
-    def judge(reports: Sequence[Report]) -> Report:
-        return {"why": next((each["why"] for each in reports if each["why"]), "")}
 
-    why = peers.agree("verdict", {"why": why}, judge)["why"]
-    if found is None or why:  # all of them, or none
-        raise ShadowFileError(why)
-    return found
+class _Meeting:
+    """Has all processes wait for each other before anything collective: none is left alone in it.
+
+    Attributes:
+        ended: error that all have heard of, so that nobody comes any more; None before.
+    """
+
+    def __init__(self, peers: Together) -> None:
+        self._peers = peers
+        self.ended: Exception | None = None
+
+    def __call__(self, why: str = "") -> None:
+        """Waits for all, or tells them why this process cannot go on.
+
+        Raises:
+            ShadowFileError: a process cannot go on.
+            AdaCheckError: a process is gone.
+        """
+
+        def judge(reports: Sequence[Report]) -> Report:
+            told = (f"process {n}: {x['why']}" for n, x in enumerate(reports) if x["why"])
+            return {"why": next(told, "")}
+
+        try:
+            if why := self._peers.agree({"why": why}, judge)["why"]:
+                raise ShadowFileError(why)
+        except Exception as error:
+            self.ended = error
+            raise
 
 
 def _raw(leaf: Any, shape: tuple[int, ...], dtype: str) -> Any:

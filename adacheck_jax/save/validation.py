@@ -9,12 +9,12 @@ from collections.abc import Sequence
 from adacheck_jax.device.replicas import Verdict
 from adacheck_jax.errors import AdaCheckError, MismatchError, ReplayError, ReplicaError
 from adacheck_jax.format.fingerprint import combine
+from adacheck_jax.proof import shadow
 from adacheck_jax.save import pending
 from adacheck_jax.save.attempt import Report
 from adacheck_jax.save.one_save import Save
 from adacheck_jax.save.pending import Pending
 from adacheck_jax.state.snapshot import Structure
-from adacheck_jax.update import program as update_program
 
 
 def validated(save: Save, reports: Sequence[Report]) -> Report:
@@ -30,6 +30,7 @@ def validated(save: Save, reports: Sequence[Report]) -> Report:
                 "the next one will be a base."
             )
     before, verdicts = save.parent.end.fingerprints if save.parent else (), list[Verdict]()
+    differing = False
     for each, own in zip(save.steps, by_step(reports), strict=True):
         _validate_local(each.step, own, save.structure)
         verdicts.append(save.replicas.settle(each.step, [report["replicas"] for report in own]))
@@ -37,7 +38,7 @@ def validated(save: Save, reports: Sequence[Report]) -> Report:
         found = fingerprints_of(own)
         _validate_unchanged(save, each, before, found)
         _validate_healed(save, each, own)
-        _validate_replayed(save, each, own, found)
+        differing |= _validate_replayed(save, each, own, found)
         before = found
     cautions, known = [report["caution"] for report in reports], save.structure.lead
     # The lead of the saves that follow: the last one that differs from that of this save.
@@ -47,6 +48,7 @@ def validated(save: Save, reports: Sequence[Report]) -> Report:
         "distrusted": sorted({i for _, indices in cautions for i in indices}),
         "replicas": [each.replica for each in verdicts],
         "lead": dataclasses.astuple(lead),
+        "memory": _memory(reports, differing=differing),
         "measured": reports[0]["measured"],
         "background": [
             all(each["background"][0] for each in reports),
@@ -125,15 +127,19 @@ def _validate_sampled(step: Pending, reports: Sequence[Report], verdict: Verdict
 
 def _validate_replayed(
     save: Save, step: Pending, reports: Sequence[Report], found: Sequence[int]
-) -> None:
-    """Compares the shadows of all processes, which hold the state in parts, with the state."""
+) -> bool:
+    """Compares the shadows of all processes, which hold the state in parts, with the state.
+
+    True if they differ where that may be the arithmetic of the hosts.
+    """
     told = [report["replayed"] for report in reports]
-    if len(told) == 1 or None in told or update_program.platform() != "cpu":
-        return  # a process alone has compared its own; elsewhere arithmetic may differ
+    if len(told) == 1 or None in told:
+        return False  # a process alone has compared its own
     sums: dict[int, list[int]] = {}
     for i, each in itertools.chain(*told):
         sums.setdefault(i, []).append(each)
-    if wrong := sorted(i for i, each in sums.items() if combine(each) != found[i]):
+    wrong = sorted(i for i, each in sums.items() if combine(each) != found[i])
+    if wrong and shadow.is_host():
         step.disproved = frozenset(wrong)
         raise ReplayError(
             f"{save.directory}: step {step.step}: "
@@ -142,11 +148,22 @@ def _validate_replayed(
             f"{pending.CAUSES} The next save is a base, and from then on all processes store "
             "these leaves."
         )
+    return bool(wrong)
+
+
+def _memory(reports: Sequence[Report], *, differing: bool) -> tuple[bool, str]:
+    """True where memory keeps records from now on, and the reason why the next save is a base."""
+    kinds = [report["memory"][0] for report in reports]
+    if differing:
+        return True, shadow.OTHER_BITS
+    if {"records", "state"}.issubset(kinds):
+        return True, f"the host of process {kinds.index('records')} cannot compute the update"
+    return False, next((why for report in reports if (why := report["memory"][1])), "")
 
 
 def is_proved(reports: Sequence[Report]) -> bool:
     """True if the shadows of all processes were compared with a step's state."""
-    is_compared = len(reports) == 1 or update_program.platform() == "cpu"
+    is_compared = len(reports) == 1 or shadow.is_host()
     return is_compared and all(report["replayed"] is not None for report in reports)
 
 

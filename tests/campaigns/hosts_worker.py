@@ -5,8 +5,8 @@ Usage: hosts_worker.py MODE PROCESS PROCESSES PORT ROOT OUT DEVICES HEARTBEAT
 MODE is JSON: the host that this process is, the layout, a seed, the last step, the number of
 copies, the longest pause and that after a chunk, the share of recorded steps, a directory for
 compiled programs, and one for the memory of all machines: a folder for each, or one machine's. It
-may have the machine, if several hosts share one, the number of hosts of a failure domain, and a
-host that dies, with the number of the exchange between processes' bases after which it does. The
+may have the machine, if several hosts share one, the number of hosts of a failure domain, the
+optimizer, bytes of memory, and hosts that are without it or do what functions below say. The
 process recovers or restores, trains until it is killed or has all steps, and appends to OUT-HOST a
 line for each of:
 
@@ -42,12 +42,15 @@ from jax.experimental import multihost_utils
 from jax.sharding import NamedSharding, PartitionSpec
 
 import adacheck_jax as adacheck
+from adacheck_jax.adapter.memory.replaying import _Reader
 from adacheck_jax.device import transfer
 from adacheck_jax.device.sending import Sender
+from adacheck_jax.proof import shadow as proof_shadow
 from adacheck_jax.proof.files.journal import Journal
 from adacheck_jax.proof.files.record_log import RecordLog
 from adacheck_jax.proof.files.step_file import StepFile
 from adacheck_jax.store import sharing
+from adacheck_jax.update.elements.host_fold import HostFold
 from tests import support
 from tests.campaigns.crashes import compile_once
 
@@ -136,7 +139,9 @@ def die_in_a_base(after: int) -> None:
 def program() -> support.Program:
     """A small model, its leaves cut along the second axis of the mesh alone."""
     mesh = support.mesh_of(AXES[given["layout"]])
-    recorder, chain = support.recorded(optax.adamw(1e-2))
+    adafactor = optax.adafactor(1e-2, min_dim_size_to_factor=8)
+    optimizers = {"adamw": optax.adamw(1e-2), "adafactor": adafactor}
+    recorder, chain = support.recorded(optimizers[given.get("optimizer", "adamw")])
     column = NamedSharding(mesh, PartitionSpec(None, mesh.axis_names[1]))
     whole = NamedSharding(mesh, PartitionSpec())
 
@@ -196,6 +201,34 @@ def spoil(manager: Any) -> None:
     shadow._thread.submit(flip).result()
 
 
+def break_replay() -> None:
+    """Has one host's replay of what is in memory fail at some record."""
+    read = _Reader.read
+
+    def fails(self: _Reader, index: int, box: Any) -> Any:
+        if self._number == given["fails_at"]:
+            raise RuntimeError("on purpose")
+        return read(self, index, box)
+
+    if given.get("fails") == given["host"]:
+        _Reader.read = fails
+
+
+def differ() -> None:
+    """Has one host compute other bits, where that may be its arithmetic."""
+    advance = HostFold.advance
+
+    def differs(self: HostFold, *args: Any, **options: Any) -> None:
+        advance(self, *args, **options)
+        vector = next(each for each in self._vectors if each.slides)
+        vector.part(0, 1).view("u4")[0] ^= 1
+
+    if "differs" in given:
+        proof_shadow.is_host = lambda: False
+        if given["differs"] == given["host"]:
+            HostFold.advance = differs
+
+
 def main() -> None:
     """Recovers, and trains."""
     run, reasons = program().run(), list[str]()
@@ -213,12 +246,14 @@ def main() -> None:
         domain=None if is_shared else f"host {machine // given.get('per_domain', 1)}",
         copies=given["copies"],
         records=given.get("records"),
-        bytes=1000 if given.get("without") == given["host"] else None,
+        bytes=1000 if given.get("without") == given["host"] else given.get("bytes"),
     )
     compile_once(Path(given["compiled"]))
     watch()
     if given.get("dies") and given["dies"][0] == given["host"]:
         die_in_a_base(given["dies"][1])
+    break_replay()
+    differ()
     with adacheck.checkpoint_manager(own.root, run.recorder, shadow=shadow) as manager:
         begin_s, before = time.monotonic(), bytes_read()
         abstract = support.abstract(run.state)

@@ -7,8 +7,10 @@ import shutil
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 
+from adacheck_jax.proof.files.step_file import kind_at
 from benchmarks.common import free_port
 from tests.processes import forked, outputs
 
@@ -113,3 +115,74 @@ def test_where_a_process_has_no_room_nothing_is_recovered_and_all_is_saved(tmp_p
     assert [x for x in said if "nothing can be recovered from memory: a copy of the state" in x]
     again = run(tmp_path, 2, layout, 7)
     assert [each[0] for each in again["restored"]] == ["6"] * 2
+
+
+def last_state(told: dict[str, list[list[str]]]) -> list[str]:
+    """The last state that a run trained, with its step."""
+    return max(told["state"], key=lambda rest: int(rest[0]))
+
+
+def said_by(told: dict[str, list[list[str]]]) -> list[str]:
+    """The messages of all processes."""
+    return [" ".join(each) for each in told.get("said", ())]
+
+
+@pytest.mark.slow
+def test_an_update_that_adds_up_elements_is_recovered_without_an_option(tmp_path):
+    told = run(tmp_path, 2, "replicated", 6, optimizer="adafactor")
+    again = run(tmp_path, 2, "replicated", 7, optimizer="adafactor")
+    assert again["recovered"] == [last_state(told)] * 2
+    shutil.rmtree(tmp_path / "memory/0")  # all of it has a copy
+    told = run(tmp_path, 2, "replicated", 8, optimizer="adafactor")
+    assert told["recovered"] == [last_state(again)] * 2
+
+
+@pytest.mark.slow
+def test_all_keep_records_where_one_host_computes_other_bits(tmp_path):
+    """On a platform that is no CPU."""
+    told = run(tmp_path, 2, "replicated", 8, differs=1, recorded=0.0)
+    said = [x for x in said_by(told) if "the host computes other bits than the devices" in x]
+    assert len(said) == 2
+    kinds = [kind_at(path) for path in sorted((tmp_path / "memory").glob("*/*"))]
+    assert kinds == ["records"] * 2
+    again = run(tmp_path, 2, "replicated", 9, differs=1, recorded=0.0)
+    assert again["recovered"] == [last_state(told)] * 2
+    assert not [x for x in said_by(again) if "other bits" in x]  # what was recovered tells
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("recorded", [0.0, 0.5])
+def test_where_records_fill_the_memory_all_save_a_base(tmp_path, recorded):
+    options = {"records": True, "bytes": 3 << 20, "recorded": recorded}
+    told = run(tmp_path, 2, "replicated", 26, **options)
+    assert not [x for x in said_by(told) if "No later step" in x]
+    again = run(tmp_path, 2, "replicated", 27, **options)
+    assert again["recovered"] == [last_state(told)] * 2
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("fails", [0, 1])
+def test_where_one_process_cannot_replay_all_go_on_from_storage(tmp_path, fails):
+    told = run(tmp_path, 2, "cut", 5, records=True, recorded=0.0)
+    again = run(tmp_path, 2, "cut", 6, records=True, fails=fails, fails_at=2)
+    assert "recovered" not in again
+    assert again["restored"] == [last_state(told)] * 2
+    refused = [" ".join(each) for each in again["refused"]]
+    assert len(refused) == 2
+    assert all(f"process {fails}: RuntimeError: on purpose" in each for each in refused)
+
+
+@pytest.mark.slow
+def test_a_bit_that_changes_in_a_record_costs_the_box_alone(tmp_path):
+    options = {"records": True, "bytes": 8 << 20, "recorded": 0.0}
+    told = run(tmp_path, 2, "replicated", 6, **options)
+    (path,) = (tmp_path / "memory/1").iterdir()
+    memory = np.memmap(path, np.uint8, "r+")
+    used = np.flatnonzero(memory)
+    for at in (used[len(used) // 3], used[-3000]):  # of the state, and of the last record
+        memory[at] ^= 1
+    memory.flush()
+    again = run(tmp_path, 2, "replicated", 7, **options)
+    assert again["recovered"] == [last_state(told)] * 2
+    (changed,) = again["changed"]
+    assert "2 parts of the state have changed since they were stored" in " ".join(changed)

@@ -23,6 +23,7 @@ from adacheck_jax.proof.files import step_file
 from adacheck_jax.proof.files.record_log import LEAST_RECORDS, RecordLog
 from adacheck_jax.proof.files.shadow_file import ShadowFileError
 from adacheck_jax.proof.files.step_file import FilePlace, kind_at
+from adacheck_jax.save import validation
 from adacheck_jax.state.exported_update import ExportedUpdates
 from adacheck_jax.state.snapshot import Snapshots
 from adacheck_jax.update.binding import recorders_of
@@ -208,7 +209,7 @@ def test_the_memory_that_is_used_up_makes_the_next_save_a_base(root, memory, cap
 def test_a_record_without_room_leaves_the_steps_before_it(root, memory, monkeypatch, caplog):
     run = support.dict_run(mesh_of((1, 1)))
     least_bytes = in_use(run, memory).least_bytes
-    monkeypatch.setattr(RecordLog, "is_filled", False)
+    monkeypatch.setattr(RecordLog, "is_filled", lambda *_: False)
     handler = handler_of(run.recorder, memory, records=True, most_bytes=least_bytes)
     with manager_of(root, handler) as manager:
         saved = save_steps(manager, run, 2 * LEAST_RECORDS)
@@ -393,6 +394,50 @@ def test_whoever_is_killed_when_the_file_holds_the_step_of_its_last_header(steps
             for each, expected in zip(found.records, state[2], strict=True):
                 assert_blocks(each.blocks, expected)
         other.file.close()
+
+
+@settings(max_examples=40, deadline=None)
+@given(data=st.data(), count=st.integers(0, 3))
+def test_of_several_processes_a_bit_that_changes_is_found_in_its_box(data, count):
+    run, rng = support.dict_run(mesh_of((1, 1))), np.random.default_rng(count)
+    with tempfile.TemporaryDirectory() as directory:
+        template = in_use(run, Path(directory))
+        structure = template._structure
+        place = dataclasses.replace(template.place, run="run", count=2)
+        update, held = ExportedUpdates("auto").of(structure), holdings.whole(structure)
+        log = RecordLog(place, structure, update, held, 3 * template.least_bytes)
+        log.create()
+        every, consumed = tuple(range(len(structure.leaves))), tuple(sorted(structure.consumed))
+        for step in range(1 + count):
+            change = Change((0,), consumed if step else every)
+            assert store(log, change, blocks_of(structure.leaves, change.stored, rng), step, "")
+        assert log.resume().changed == frozenset()
+        found = log.resume()
+        number = data.draw(st.integers(0, count))
+        blocks = found.records[number - 1].blocks if number else found.blocks
+        i = data.draw(st.sampled_from(sorted(blocks)))
+        ((box, block),) = blocks[i].items()
+        memory = block.reshape(-1).view(np.uint8)
+        memory[data.draw(st.integers(0, memory.size - 1))] ^= 1 << data.draw(st.integers(0, 7))
+        assert log.resume().changed == {(i, box)}
+        log.file.close()
+
+
+@pytest.mark.parametrize(
+    ("kinds", "whys", "differing", "expected"),
+    [
+        (("records", "records"), ("", ""), False, (False, "")),
+        (("records", "records"), ("", "full"), False, (False, "full")),
+        (("state", "state"), ("", ""), True, (True, shadow.OTHER_BITS)),
+        (("", "records"), ("", "full"), False, (False, "full")),
+        (("state", "records"), ("", ""), False, (True, None)),
+    ],
+)
+def test_processes_agree_on_records_and_on_bases(kinds, whys, differing, expected):
+    reports = [{"memory": each} for each in zip(kinds, whys, strict=True)]
+    keeps_records, why = validation._memory(reports, differing=differing)
+    assert keeps_records == expected[0]
+    assert why == expected[1] or (expected[1] is None and "process 1" in why)
 
 
 def assert_blocks(found, expected):

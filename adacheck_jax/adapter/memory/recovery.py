@@ -27,6 +27,7 @@ from adacheck_jax.restore.shared_reads import (
 from adacheck_jax.save.attempt import Report
 from adacheck_jax.store.storage.location import AnyPath
 
+_TOPIC = "recovery"
 _BATCH_BYTES = 256 << 20
 """Bytes of leaves whose boxes are exchanged at once."""
 
@@ -41,21 +42,24 @@ class RecoveringProcesses:
     def __init__(self, root: AnyPath) -> None:
         self._root = root
         self._exchange = processes.exchange(f"{root} in memory")
-        self._topics = iter(("items", "offers", "held", "verdict"))
-        self._topic = next(self._topics)
+        self._count, self._last = 0, self._exchange
 
-    def agree(self, topic: str, own: Report, judge: Callable[[Sequence[Report]], Report]) -> Report:
+    def agree(self, own: Report, judge: Callable[[Sequence[Report]], Report]) -> Report:
         """The answer to the reports of all processes; see the protocol."""
-        assert topic == self._topic
-        self._topic = next(self._topics, "")
         if self._exchange is None:
             return judge([own])
-        return self._exchange.agree(topic, own, judge)
+        here = self._exchange.beside(str(self._count))
+        self._count += 1
+        answer = here.agree(_TOPIC, own, judge)
+        if self._last is not None:
+            self._last.forget()  # all processes are here, so none waits at what was before
+        self._last = here
+        return answer
 
     def fail(self, error: BaseException) -> None:
         """Tells the others, who wait for this process at what comes next, that it failed."""
-        if self._exchange is not None and self._topic:
-            self._exchange.fail(self._topic, error)
+        if self._exchange is not None:
+            self._exchange.beside(str(self._count)).fail(_TOPIC, error, "recover its part")
 
     def item(self, found: Sequence[FoundFile], named: str | None) -> str:
         """The item whose states the files of all processes have.
@@ -69,7 +73,7 @@ class RecoveringProcesses:
         def judge(reports: Sequence[Report]) -> Report:
             return {"items": sorted({x for each in reports for x in each["items"]})}
 
-        items = self.agree("items", own, judge)["items"]
+        items = self.agree(own, judge)["items"]
         if len(items) > 1:
             raise several_items(items)
         if not items:
@@ -82,6 +86,7 @@ class RecoveringProcesses:
         abstract: Sequence[Any],
         givers: Mapping[int, Mapping[Box, int]],
         own: Mapping[int, Blocks],
+        ready: Callable[[], None],
     ) -> Callable[[int, Box], np.ndarray]:
         """Gives each process the elements that its devices need; see the protocol."""
         process, parts = jax.process_index(), dict[int, list[tuple[Box, np.ndarray]]]()
@@ -105,6 +110,7 @@ class RecoveringProcesses:
                 memory[...] = own[i][box]
             return ()
 
+        ready()
         reads = SharedReads((*range(jax.process_count()),), self._root, batches)
         for batch in batches:
             received = reads.finish(shared_reads.begin(batch, dtypes, read))

@@ -72,6 +72,7 @@ def replay(
     program: bytes,
     records: Sequence[Recorded],
     read: _Read,
+    ready: Callable[[], None],
 ) -> Sequence[Any]:
     """Implements :class:`~adacheck_jax.save.recovered.RecordReplay`."""
     readers = [_Reader(number, record, read) for number, record in enumerate(records)]
@@ -81,8 +82,13 @@ def replay(
     if any(each.delta.has_update for each in readers):
         exported = exported_program.own(program)
         compiled = compiled_update.compiled(exported, update, specs, shardings, "memory")
+
+        def advance(*args: Any) -> Any:
+            ready()
+            return compiled(*args)
+
         with Progress("recovering a state from memory") as told:
-            replaying = Replay(update, compiled, working, patches, shardings, told)
+            replaying = Replay(update, advance, working, patches, shardings, told)
             replaying.run(readers, _consumed(readers, update, specs, shardings))
     else:
         for each in readers:

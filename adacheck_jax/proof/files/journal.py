@@ -26,6 +26,7 @@ from typing import Any
 import numpy as np
 
 from adacheck_jax.format.boxes import Blocks, Box
+from adacheck_jax.format.byte_loops import fingerprint_of
 from adacheck_jax.proof.files.shadow_file import ShadowFile, ShadowFileError
 from adacheck_jax.proof.files.step_file import (
     ALIGNMENT_BYTES,
@@ -151,7 +152,20 @@ class Journal(StepFile):
             fold.advance(header["updates"], begin, self.note)
         for i in self._put_after:
             fold.put(i, self.own(i))
-        return Found(header["step"], self._blocks(), header["sums"], header.get("folded"))
+        blocks = self._blocks()
+        changed = self._changed(blocks, header.get("folded") or {})
+        return Found(header["step"], blocks, header["sums"], changed)
+
+    def _changed(
+        self, blocks: Mapping[int, Blocks], folded: Mapping[str, Sequence[int]]
+    ) -> frozenset[tuple[int, Box]]:
+        """The boxes whose fingerprints are not those of when they had been folded."""
+        return frozenset(
+            (i, box)
+            for i, sums in ((int(key), each) for key, each in folded.items())
+            for box, expected in zip(self._held.boxes(i), sums, strict=True)
+            if fingerprint_of(blocks[i][box], box.start) != expected
+        )
 
     def _blocks(self) -> Mapping[int, Blocks]:
         """All boxes that the file holds for sure."""

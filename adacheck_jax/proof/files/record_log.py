@@ -4,6 +4,9 @@ It is kept where the host's arithmetic cannot follow: at a recovery devices repl
 the state. Nothing that is there is overwritten but by a whole state, before which the header says
 that there is no step. A step is stored behind the last one; the header, which tells where its end
 is, makes it the file's.
+
+Of several processes the state and each step begin with a fingerprint of every box, so that a bit
+that changes here later costs the box, of which another process may have a copy, and not the step.
 """
 
 from __future__ import annotations
@@ -15,7 +18,8 @@ from typing import Any
 
 import numpy as np
 
-from adacheck_jax.format.boxes import Blocks
+from adacheck_jax.format.boxes import Blocks, Box
+from adacheck_jax.format.byte_loops import fingerprint_of
 from adacheck_jax.proof.files.shadow_file import ShadowFile, ShadowFileError, framed, unframed
 from adacheck_jax.proof.files.step_file import (
     LEAF_HEADER_BYTES,
@@ -36,6 +40,10 @@ LEAST_RECORDS = 8
 """Records that have to fit behind a state: each time that they are there a base is due."""
 _IN_FLIGHT = 4
 """Steps that may be on their way when it is said that no more fit."""
+_SUM_BYTES = 8
+
+Sums = dict[tuple[int, Box], int]
+"""Fingerprint of each box, by leaf index and box."""
 
 
 class RecordLog(StepFile):
@@ -65,10 +73,10 @@ class RecordLog(StepFile):
         super().__init__(place, structure, update, held)
         leaves = range(len(structure.leaves))
         self._leaves = [i for i in leaves if structure.leaves[i].nbytes and held.boxes(i)]
-        self._places, self._state_bytes = self._lay_out(self._leaves, 0)
+        self._places, self._state_bytes = self._placed(self._leaves, 0)
         replayed = structure.computed - update.stored
         received = [i for i in self._leaves if i not in replayed]
-        self._record_bytes = self._lay_out(received, 0)[1] + _head_bytes(received)
+        self._record_bytes = self._placed(received, 0)[1] + _head_bytes(received)
         self._end = self._state_bytes
         header_bytes = 1024 + LEAF_HEADER_BYTES * len(structure.leaves) * (2 if place.run else 1)
         sizes = self._description_bytes, header_bytes
@@ -87,27 +95,33 @@ class RecordLog(StepFile):
         """Make the file, with memory for a state; see :meth:`StepFile.create`."""
         self.file.create(self._description(), self._state_bytes)
 
-    @property
-    def is_filled(self) -> bool:
-        """True if a new state is due, after which there is room again."""
-        room_bytes = len(self.file.data) - self._end
-        return room_bytes < _IN_FLIGHT * self._record_bytes
+    def is_filled(self, ahead: int = 0) -> bool:
+        """True if a new state is due, after which there is room again.
+
+        So many steps are ``ahead`` of it, besides those on their way; or as half of the room takes.
+        """
+        size_bytes = len(self.file.data)
+        half_bytes = max(_IN_FLIGHT * self._record_bytes, (size_bytes - self._state_bytes) // 2)
+        room_bytes = min((_IN_FLIGHT + ahead) * self._record_bytes, half_bytes)
+        return size_bytes - self._end < room_bytes
 
     def is_whole(self, change: StepChange) -> bool:
         """True if a step stores all leaves, so that it needs none before it."""
         return {*change.stored}.issuperset(self._leaves)
 
-    def put_state(self, blocks: Mapping[int, Blocks]) -> None:
-        """Store a whole state, in place of what is there.
+    def put_state(self, blocks: Mapping[int, Blocks]) -> Sums:
+        """Store a whole state, in place of what is there; gives the fingerprints of its boxes.
+
+        They are those of several processes alone, as of each step.
 
         Raises:
             UnfitError: the blocks are not all of it.
         """
-        self._put(self._places, blocks)
         self._end = self._state_bytes
+        return self._put(self._places, blocks, 0)
 
-    def append(self, change: StepChange, blocks: Mapping[int, Blocks]) -> Mapping[int, Blocks]:
-        """Store a step behind the last one; gives its boxes as they lie there.
+    def append(self, change: StepChange, blocks: Mapping[int, Blocks]) -> Sums:
+        """Store a step behind the last one; gives the fingerprints of its boxes.
 
         Raises:
             UnfitError: the blocks are not all that it stores.
@@ -117,30 +131,47 @@ class RecordLog(StepFile):
         told = Recorded(change.updates, tuple(sorted(change.unreplayed)), change.stored, {})
         head = framed({"head": told.head})
         begin = self._end + aligned(len(head))
-        places, end = self._lay_out(leaves, begin)
+        places, end = self._placed(leaves, begin)
         if end > len(self.file.data):
             raise ShadowFileError(f"{self.file.path}: no room is left for the record of a step")
         self.file.reserve(end)
-        self._put(places, blocks)
+        sums = self._put(places, blocks, begin)
         self.file.data[self._end : self._end + len(head)] = np.frombuffer(head, np.uint8)
         self._end, self._record_bytes = end, max(self._record_bytes, end - self._end)
-        return self._views(places)
+        return sums
 
-    def _put(self, places: Places, blocks: Mapping[int, Blocks]) -> None:
+    def _placed(self, leaves: Sequence[int], start: int) -> tuple[Places, int]:
+        """Places for the boxes of some leaves, behind their fingerprints."""
+        count = sum(len(self._held.boxes(i)) for i in leaves) if self.place.run else 0
+        return self._lay_out(leaves, start + aligned(_SUM_BYTES * count))
+
+    def _put(self, places: Places, blocks: Mapping[int, Blocks], start: int) -> Sums:
         for i, own in self._views(places).items():
             if i not in blocks or not (brought := blocks[i]):
                 path = self._structure.leaves[i].path
                 raise UnfitError(f"a step did not bring {path}, which it stores")
             for box, memory in own.items():
                 fill(memory, box, brought)
+        if not self.place.run:
+            return {}
+        sums = _sums_of(self._views(places))
+        self._told_sums(len(sums), start)[:] = [*sums.values()]
+        return sums
+
+    def _told_sums(self, count: int, start: int) -> np.ndarray:
+        return self.file.data[start : start + _SUM_BYTES * count].view(np.uint64)
+
+    def _changed(self, views: Mapping[int, Blocks], start: int) -> frozenset[tuple[int, Box]]:
+        """The boxes whose elements are not those that were stored."""
+        if not self.place.run:
+            return frozenset()
+        sums = _sums_of(views)
+        told = self._told_sums(len(sums), start).tolist()
+        pairs = zip(sums.items(), told, strict=True)
+        return frozenset(each for (each, found), expected in pairs if found != expected)
 
     def _views(self, places: Places) -> dict[int, Blocks]:
         return {i: self._view(i, placed) for i, placed in places.items()}
-
-    @property
-    def state(self) -> Mapping[int, Blocks]:
-        """The state behind which the steps lie: views of the file."""
-        return self._views(self._places)
 
     def _own_header(self, updates: Sequence[int]) -> Mapping[str, Any]:
         return {"end": self._end}
@@ -148,15 +179,21 @@ class RecordLog(StepFile):
     def resume(self, step: int | None = None) -> Found:
         """The state and the steps since it; see :meth:`StepFile.resume`."""
         header = self._header_of(step)
-        records, self._end = list[Recorded](), self._state_bytes
+        records, self._end, state = list[Recorded](), self._state_bytes, self._views(self._places)
+        changed = self._changed(state, 0)
         while self._end < header["end"]:
             head, head_bytes = unframed(self.file.data[self._end :])
             begin = self._end + aligned(head_bytes)
             told = Recorded.of(head["head"], {})
             leaves = [i for i in told.stored if i in self._places]
-            places, self._end = self._lay_out(leaves, begin)
+            places, self._end = self._placed(leaves, begin)
             records.append(replace(told, blocks=self._views(places)))
-        return Found(header["step"], self.state, header["sums"], records=records)
+            changed |= self._changed(records[-1].blocks, begin)
+        return Found(header["step"], state, header["sums"], changed, records)
+
+
+def _sums_of(blocks: Mapping[int, Blocks]) -> Sums:
+    return {(i, x): fingerprint_of(own[x], x.start) for i, own in blocks.items() for x in own}
 
 
 def _head_bytes(leaves: Sequence[int]) -> int:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Set as AbstractSet
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Protocol
@@ -27,7 +28,7 @@ from adacheck_jax.state.exported_update import ExportedUpdate
 from adacheck_jax.state.snapshot import Structure
 from adacheck_jax.update import program as update_program
 
-_FORMAT = 3
+_FORMAT = 4
 _DESCRIPTION_BYTES = 1 << 14
 LEAF_HEADER_BYTES = 128
 """Bytes of a leaf in a header, at most: a fingerprint, and a number of 16 bytes in hexadecimal."""
@@ -132,15 +133,15 @@ class Found:
         step: its number.
         blocks: boxes of each leaf that has elements, by leaf index: views of the file.
         sums: the fingerprint of each leaf, or what the file's process contributes to it.
-        folded: fingerprints of the boxes, by position of the leaf's box in the file, as they were
-            when they had been folded; None if they are not known.
+        changed: boxes of which bits have changed since they were stored or folded, as far as a
+            fingerprint of them is known.
         records: the steps between the state in the blocks and this one, to be replayed.
     """
 
     step: int
     blocks: Mapping[int, Blocks]
     sums: Sequence[int]
-    folded: Mapping[str, Sequence[int]] | None = None
+    changed: AbstractSet[tuple[int, Box]] = frozenset()
     records: Sequence[Recorded] = ()
 
 

@@ -215,10 +215,10 @@ class Planner:
     def _shadow_problem(self, tip: Tip, again: Pending | None, counts: Counts | None) -> str:
         """The reason why a base is due: the shadow followed what was given up, or has no room.
 
-        Of several processes all have to plan alike, and each knows its own shadow alone.
+        Of several processes all have to plan alike: by what they agreed on with the last save.
         """
         if jax.process_count() > 1:
-            return ""
+            return self._shadow.due
         is_same = again is not None and (counts is None or again.counts() == counts)
         if self._shadow.is_beyond(tip.position) and not (
             is_same and not self._shadow.is_beyond(again)
