@@ -5,131 +5,58 @@ which is a value or an error, and the same for all. So a save costs each process
 and one read, however many processes there are. No collective is used: background threads wait here,
 while the main thread trains.
 
-A wait ends by what it waits for, by the error of a process that failed, or by the silence of one
-that is gone: each process writes a *beat*, a number that goes up. A service that ends with its own
-process makes JAX end all others at once. With ``jax_enable_recoverability`` it tells nobody of
-another process's end, and its own question for live processes (``get_live_nodes``) waits until all
-of them ask it; hence the beats.
+A wait ends by what it waits for, by the error of a process that failed, by the silence of one that
+is gone (:mod:`~adacheck_jax.adapter.coordination.service`), or, in a call of all, by another call
+of one that is awaited (:mod:`~adacheck_jax.adapter.coordination.calls`).
 """
 
-# Threads: every thread that saves may wait here; one daemon thread writes the beats. ``_lock``
-# guards what all exchanges share (``_attempts``, ``_barriers``, ``_seen``, the thread's start); no
-# call to the service is made while it is held. An exchange belongs to one save: its caller's thread
-# begins it, and after that one thread at a time uses it.
+# Threads: every thread that saves may wait here. ``_lock`` guards what all exchanges share
+# (``_attempts``, ``_barriers``); no call to the service is made while it is held. An exchange is of
+# one save: its caller's thread begins it, and after that one thread at a time uses it.
 
 from __future__ import annotations
 
-import atexit
 import contextlib
+import copy
 import dataclasses
 import functools
 import hashlib
-import json
-import threading
 import time
-import zlib
 from collections import OrderedDict, deque
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
-from typing import Protocol
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 
 import jax
 import orbax.checkpoint as ocp
 
 from adacheck_jax import errors
+from adacheck_jax.adapter.coordination.calls import Calls, DifferingCallsError, Told
+from adacheck_jax.adapter.coordination.service import (
+    ROOM,
+    Client,
+    Patience,
+    Service,
+    packed,
+    unpacked,
+)
 from adacheck_jax.errors import AdaCheckError, ReplayError, StorageError, first_line
-from adacheck_jax.format.one_process import OneProcess
 from adacheck_jax.save.attempt import Report
 from adacheck_jax.save.one_save import is_refusal
 
-_ROOM = "adacheck"
 _REMEMBERED = 1000
 """Number of directories of which the number of saves is known."""
 _KEPT_BARRIERS = 64
 """Number of barriers after which no process waits in an earlier one."""
 
 
-class Client(Protocol):
-    """The part of JAX's client of the coordination service that is used here.
-
-    Each method raises ``jax.errors.JaxRuntimeError``, whose text begins with a status.
-    """
-
-    def key_value_set_bytes(self, key: str, value: bytes, allow_overwrite: bool = False) -> None:
-        """Sets a value, which without ``allow_overwrite`` may not be there yet."""
-
-    def blocking_key_value_get_bytes(self, key: str, timeout_in_ms: int) -> bytes:
-        """Waits for a value."""
-        ...
-
-    def key_value_try_get_bytes(self, key: str) -> bytes:
-        """Gets a value that is there."""
-        ...
-
-    def key_value_delete(self, key: str) -> None:
-        """Deletes a key and all below it."""
-
-
-@dataclass(frozen=True, slots=True)
-class Patience:
-    """Bounds of waiting for other processes, in seconds.
-
-    Attributes:
-        report_s: longest wait for a process that is alive, as far as is known.
-        answer_s: longest wait for process 0, which may be waiting itself.
-        silence_s: longest time between two beats of a process that is not taken for dead.
-        beat_s: time from one beat to the next.
-        look_s: time after which a wait looks for beats and errors.
-    """
-
-    report_s: float = 600.0
-    answer_s: float = 630.0
-    silence_s: float = 12.0
-    beat_s: float = 2.0
-    look_s: float = 1.0
-
-
-class Processes:
-    """All processes of a run, as one of them reaches the others.
-
-    Args:
-        index: index of this process.
-        count: number of processes.
-        client: client of the coordination service; a run has one service from begin to end.
-        patience: bounds of waiting.
-    """
+class Processes(Service):
+    """All processes of a run, as one of them reaches the others; arguments are those of Service."""
 
     def __init__(
         self, index: int, count: int, client: Client, patience: Patience | None = None
     ) -> None:
-        self.index, self.count, self.client = index, count, client
-        self.patience = patience or Patience()
-        self._lock = threading.Lock()
+        super().__init__(index, count, client, patience)
         self._attempts: OrderedDict[str, int] = OrderedDict()
         self._barriers: deque[ServiceExchange] = deque()
-        self._seen: dict[int, tuple[bytes, float]] = {}
-        self._end = threading.Event()
-        self._beating: threading.Thread | None = None
-        self._process = OneProcess("the beats of a process")
-
-    def beat(self) -> None:
-        """Beats from now on until the process ends, on a thread of its own."""
-        self._process.enter()
-        with self._lock:
-            if self._beating is None:
-                self._beating = threading.Thread(
-                    target=self._beat, name="adacheck_beat", daemon=True
-                )
-                self._beating.start()
-                atexit.register(self.close)  # before JAX's own shutdown, which it registers first
-
-    def close(self) -> None:
-        """Ends the beats."""
-        if self._process.is_elsewhere:  # a forked child that ends has none
-            return
-        self._end.set()
-        if self._beating is not None:
-            self._beating.join(self.patience.beat_s)  # a call may hang where the service does
 
     def exchange(self, directory: object, *, is_save: bool = True) -> ServiceExchange:
         """An exchange about one attempt to save a step.
@@ -143,8 +70,7 @@ class Processes:
 
     def barrier(self, name: str, longest_s: float) -> None:
         """Waits until all processes are here."""
-        patience = dataclasses.replace(self.patience, report_s=longest_s, answer_s=longest_s)
-        key = self._new_key(name)
+        patience, key = _patience_of(self.patience, longest_s), self._new_key(name)
         here = ServiceExchange(self, key, f"barrier {name}", patience, is_save=False)
         here.agree("here", {}, lambda _: {})
         with self._lock:
@@ -161,45 +87,13 @@ class Processes:
             self._attempts[digest] = number + 1
             if len(self._attempts) > _REMEMBERED:
                 self._attempts.popitem(last=False)
-        return f"{_ROOM}/{digest}/{number}"
+        return f"{ROOM}/{digest}/{number}"
 
-    def silent(self, among: Sequence[int]) -> list[int]:
-        """The processes that have not beaten for too long; not those that never began to.
-
-        What was seen in an earlier wait counts: who was silent then, and is now, is gone.
-        """
-        found = []
-        for process in among:
-            if (beat := self.get(_beat_key(process))) is None:
-                continue
-            now_s = time.monotonic()
-            with self._lock:
-                seen, since_s = self._seen.setdefault(process, (beat, now_s))
-                if seen != beat:
-                    self._seen[process] = (beat, now_s)
-                elif now_s - since_s > self.patience.silence_s:
-                    found.append(process)
-        return found
-
-    def get(self, key: str, wait_s: float = 0.0) -> bytes | None:
-        """A value, None if it is not there within some seconds."""
-        try:
-            if wait_s <= 0.0:
-                return self.client.key_value_try_get_bytes(key)
-            return self.client.blocking_key_value_get_bytes(key, int(wait_s * 1000))
-        except jax.errors.JaxRuntimeError as error:
-            if str(error).startswith(("NOT_FOUND", "DEADLINE_EXCEEDED")):
-                return None
-            raise
-
-    def _beat(self) -> None:
-        number = 0
-        with contextlib.suppress(jax.errors.JaxRuntimeError):  # the service is gone, or shut down
-            while not self._end.is_set():
-                number += 1
-                key, value = _beat_key(self.index), str(number).encode()
-                self.client.key_value_set_bytes(key, value, allow_overwrite=True)
-                self._end.wait(self.patience.beat_s)
+    def watch(self, calls: Calls) -> None:
+        """Tells the calls about a line of steps from now on, and hears of those that differ."""
+        if not calls.key:
+            calls.key = self._new_key(f"{calls.where}: calls")
+            self.tell(calls)
 
 
 class ServiceExchange:
@@ -213,6 +107,10 @@ class ServiceExchange:
         where: the step's item directory, for messages.
         patience: bounds of waiting.
         is_save: True if the step is lost where this fails.
+
+    Attributes:
+        calls: calls that all processes have to make alike until they come here; None if others may
+            be made meanwhile.
     """
 
     def __init__(
@@ -227,6 +125,7 @@ class ServiceExchange:
         self._processes, self._key, self._where = processes, key, where
         self._patience, self._loss = patience, " The step is not saved." if is_save else ""
         self._gathered: dict[str, Sequence[Report]] = {}
+        self.calls: Calls | None = None
 
     def agree(
         self,
@@ -239,7 +138,7 @@ class ServiceExchange:
         """Posts this process's report, and waits for the answer; see the protocol."""
         if self._processes.index:
             with self._service():
-                self._post(self._report_key(topic, self._processes.index), _packed(own))
+                self._post(self._report_key(topic, self._processes.index), packed(own))
                 return self._answer(topic, is_over, before)
         try:
             with self._service():
@@ -249,14 +148,17 @@ class ServiceExchange:
             self._post_error(self._answer_key(topic), _refusal(error))
             raise
         with self._service():
-            self._post(self._answer_key(topic), _packed(answer))
+            self._post(self._answer_key(topic), packed(answer))
         return answer
 
     def fail(self, topic: str, error: BaseException, what: str = "write its share") -> None:
         """Posts an error in place of this process's report, or of the answer.
 
         What storage refused here is to the others what it refused them: it can be written again.
+        Of calls that differ they know, and say it themselves.
         """
+        if isinstance(error, DifferingCallsError):
+            return
         process = self._processes.index
         key = self._report_key(topic, process) if process else self._answer_key(topic)
         text = f"process {process} could not {what} ({type(error).__name__}: {error})."
@@ -269,7 +171,7 @@ class ServiceExchange:
         process = self._processes.index
         with self._service():
             key = self._report_key(topic, process) if process else self._answer_key(topic)
-            self._post(key, _packed(report))
+            self._post(key, packed(report))
 
     def hear(self, topic: str) -> Report:
         """Waits for what process 0 tells.
@@ -287,11 +189,12 @@ class ServiceExchange:
                 return _error_of(answer)
         return None
 
-    def within(self, longest_s: float) -> ServiceExchange:
-        """The same exchange, which waits for others for some seconds at most."""
-        patience = dataclasses.replace(self._patience, report_s=longest_s, answer_s=longest_s)
-        is_save = bool(self._loss)
-        return ServiceExchange(self._processes, self._key, self._where, patience, is_save=is_save)
+    def within(self, longest_s: float | None) -> ServiceExchange:
+        """The same exchange, which waits for others for some seconds at most, if given."""
+        found = copy.copy(self)
+        if longest_s is not None:
+            found._patience = _patience_of(self._patience, longest_s)
+        return found
 
     def reports(self, topic: str) -> Sequence[Report]:
         """The reports of all processes, after they agreed."""
@@ -309,45 +212,104 @@ class ServiceExchange:
             with contextlib.suppress(jax.errors.JaxRuntimeError):
                 self._processes.client.key_value_delete(self._key)
 
+    def watching(self, calls: Calls) -> ServiceExchange:
+        """The same exchange, in which all processes are awaited by a call that all make alike."""
+        found = copy.copy(self)
+        found.calls = calls
+        return found
+
     def beside(self, name: str) -> ServiceExchange:
         """An exchange about something that begins with this attempt, and outlives it."""
-        key = f"{self._key}.{name}"
-        return ServiceExchange(self._processes, key, self._where, self._patience, is_save=False)
+        found = copy.copy(self)
+        found._key, found._loss, found._gathered = f"{self._key}.{name}", "", {}
+        return found
+
+    def meet(self, topic: str, own: Told | None, among: Iterable[int]) -> None:
+        """Waits until other processes make the call that this one makes.
+
+        Args:
+            topic: name of the call.
+            own: calls of this process, to be told first; None if process 0 tells its own otherwise.
+            among: the processes that are waited for.
+
+        Raises:
+            DifferingCallsError: one of them makes another call.
+            AdaCheckError: one is gone, or comes to nothing in time.
+        """
+        with self._service():
+            if own is not None:
+                self._post(self._report_key(topic, self._processes.index), packed({"calls": own}))
+            for process, report in self._heard(topic, among).items():
+                self.compare(process, report["calls"])
+
+    def compare(self, process: int, told: Told) -> None:
+        """Compares the calls that a process told with those of this one.
+
+        Raises:
+            DifferingCallsError: they differ.
+        """
+        assert self.calls is not None
+        if why := self.calls.difference(self._processes.index, process, told):
+            self._processes.refuse(self.calls, why)
 
     def _gather(
         self, topic: str, own: Report, is_over: Callable[[], bool], before: str
     ) -> list[Report]:
-        data = _packed(own)
+        data = packed(own)
         self._post(self._report_key(topic, 0), data)
-        found, waiting = {0: _unpacked(data)}, [*range(1, self._processes.count)]
+        others = self._heard(topic, range(1, self._processes.count), is_over, before)
+        return [unpacked(data), *(others[process] for process in sorted(others))]
+
+    def _heard(
+        self,
+        topic: str,
+        among: Iterable[int],
+        is_over: Callable[[], bool] = lambda: False,
+        before: str = "",
+    ) -> dict[int, Report]:
+        """The reports of some processes, once they are all there."""
+        waiting, found = {self._report_key(topic, each): each for each in among}, {}
         until_s = time.monotonic() + self._patience.report_s
         while waiting:
-            for n, process in enumerate([*waiting]):
-                look_s = 0.0 if n else self._patience.look_s
-                if (report := self._get(self._report_key(topic, process), look_s)) is None:
-                    continue
-                if "error" in report:
-                    raise _error_of(report)
-                found[process] = report
-                waiting.remove(process)
-            if waiting:
+            told: dict[str, bytes | None] = {}
+            if len(waiting) > 1:
+                told |= self._processes.below(f"{self._key}/{topic}")
+            if not waiting.keys() & told.keys():
+                first = next(iter(waiting))
+                told = {first: self._processes.get(first, self._patience.look_s)}
+            is_in_vain = True
+            for key in [*waiting]:
+                if (data := told.get(key)) is not None:
+                    is_in_vain, report = False, unpacked(data)
+                    if "error" in report:
+                        raise _error_of(report)
+                    found[waiting.pop(key)] = report
+            if is_in_vain:
                 self._check(waiting, until_s, is_over)
-                self._check_not_past(topic, before, waiting)
-        return [found[process] for process in sorted(found)]
+                self._check_not_past(topic, before, [*waiting.values()])
+        return found
 
     def _answer(self, topic: str, is_over: Callable[[], bool], before: str) -> Report:
-        until_s = time.monotonic() + self._patience.answer_s
-        while (answer := self._get(self._answer_key(topic), self._patience.look_s)) is None:
-            self._check([0], until_s, is_over)
+        key, until_s = self._answer_key(topic), time.monotonic() + self._patience.answer_s
+        while (answer := self._get(key, self._patience.look_s)) is None:
+            self._check({key: 0}, until_s, is_over)
             self._check_not_past(topic, before, [0])
         if "error" in answer:
             raise _error_of(answer)
         return answer
 
-    def _check(self, waiting: Sequence[int], until_s: float, is_over: Callable[[], bool]) -> None:
-        """Raises where waiting on is in vain."""
+    def _check(
+        self, awaited: Mapping[str, int], until_s: float, is_over: Callable[[], bool]
+    ) -> None:
+        """Raises where waiting on for these keys of processes is in vain."""
+        waiting = [*awaited.values()]
         if is_over():
             raise AdaCheckError(f"{self._where}: given up, this step is being saved again")
+        if (calls := self.calls) is not None:
+            calls.check()
+            why = self._processes.difference(calls, waiting)
+            if why and not any(self._processes.get(key) for key in awaited):  # told meanwhile
+                self._processes.refuse(calls, why)
         if silent := self._processes.silent(waiting):
             raise AdaCheckError(
                 f"{self._where}: expected to hear of {_named(silent)}, found no sign of life for "
@@ -393,11 +355,11 @@ class ServiceExchange:
 
     def _post_error(self, key: str, described: Report) -> None:
         with contextlib.suppress(jax.errors.JaxRuntimeError):  # then nobody can be told
-            self._post(key, _packed(described))
+            self._post(key, packed(described))
 
     def _get(self, key: str, wait_s: float = 0.0) -> Report | None:
         data = self._processes.get(key, wait_s)
-        return None if data is None else _unpacked(data)
+        return None if data is None else unpacked(data)
 
     def _report_key(self, topic: str, process: int) -> str:
         return f"{self._key}/{topic}/{process}"
@@ -413,6 +375,12 @@ def exchange(directory: object, *, is_save: bool = True) -> ServiceExchange | No
         AdaCheckError: there are several processes, and no coordination service.
     """
     return None if jax.process_count() == 1 else _all().exchange(directory, is_save=is_save)
+
+
+def watch(calls: Calls) -> None:
+    """Tells this process's calls about a line of steps to the other ones, from now on."""
+    if jax.process_count() > 1:
+        _all().watch(calls)
 
 
 def wait_for_processes(*, key: str, timeout_ms: int) -> None:
@@ -453,16 +421,8 @@ def _reached_by(client: Client) -> Processes:
     return Processes(jax.process_index(), jax.process_count(), client)
 
 
-def _packed(report: Report) -> bytes:
-    return zlib.compress(json.dumps(report).encode(), 1)
-
-
-def _unpacked(data: bytes) -> Report:
-    return json.loads(zlib.decompress(data))
-
-
-def _beat_key(process: int) -> str:
-    return f"{_ROOM}/beat/{process}"
+def _patience_of(usual: Patience, longest_s: float) -> Patience:
+    return dataclasses.replace(usual, report_s=longest_s, answer_s=longest_s)
 
 
 def _refusal(error: BaseException) -> Report:

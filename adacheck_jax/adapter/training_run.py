@@ -22,6 +22,7 @@ from etils import epath
 
 from adacheck_jax.adapter import directories, inputs, processes
 from adacheck_jax.adapter.arguments import KEPT, RestoreArgs, RestoreInfo, SaveArgs
+from adacheck_jax.adapter.coordination.calls import Calls
 from adacheck_jax.adapter.memory.gate import Neighbours
 from adacheck_jax.adapter.memory.recovery import RecoveringProcesses, found_files
 from adacheck_jax.adapter.memory.replaying import replay
@@ -106,6 +107,7 @@ class TrainingRun:
         keeps_refused: True if its manager writes again what storage refused; set before any step is
             saved or restored.
         left: set while no caller is in a manager that says so.
+        calls: calls of the training loop; those of its manager, if that compares them.
     """
 
     def __init__(
@@ -127,6 +129,7 @@ class TrainingRun:
         self.keeps_refused = False
         self.left = threading.Event()
         self.left.set()
+        self.calls = Calls("")
         self._described: SaveArgs | None = None
         self._announcer = Announcer(on_save)
         # Managers, or one manager's saves and restores, may call from several threads.
@@ -275,12 +278,17 @@ class TrainingRun:
             inputs.step_number(step)
             return False
         line = next(line for line, each in self._savers.items() if each is saver)
-        with self._consent(f"{line}, recorded") as consent:
+        is_own = away_bytes is None  # else the loop has called save
+        with (
+            self.calls.pending(f"record_step({step})", is_own=is_own) as count,
+            self._consent(f"{line}, recorded") as consent,
+        ):
             state = inputs.checked_state(state)
             step = inputs.step_number(step)
             is_kept = saver.defer(state, step, away_bytes=away_bytes, consent=consent)
             if consent is not None and not is_kept and saver.sends_copies:
                 consent.refuse()
+            count(is_kept)
         return is_kept
 
     @contextlib.contextmanager
@@ -291,7 +299,10 @@ class TrainingRun:
         """
         found = None
         if self._has_copies and jax.process_count() > 1:
-            exchange = processes.exchange(call, is_save=False) if isinstance(call, str) else call
+            if isinstance(call, str):
+                own = processes.exchange(call, is_save=False)
+                call = own and own.watching(self.calls)
+            exchange = call
             found = Consent(exchange.beside("copies")) if exchange is not None else None
         try:
             yield found

@@ -42,6 +42,11 @@ class MemoryService:
                 return self.values[key]
             raise jax.errors.JaxRuntimeError(f"NOT_FOUND: Config key {key} not found.")
 
+    def key_value_dir_get_bytes(self, key: str) -> list[tuple[str, bytes]]:
+        with self._changed:
+            self._check()
+            return [each for each in self.values.items() if each[0].startswith(key)]
+
     def key_value_delete(self, key: str) -> None:
         with self._changed:
             self._check()

@@ -44,6 +44,7 @@ class EndingManager(RestoringManager):
         self._outage = Outage() if goes_on else None
         handler.run.keeps_refused = goes_on
         self._together = Lockstep(root)
+        handler.run.calls = self._together.calls
         self._failure: BaseException | None = None
         self._is_stale = False
         if goes_on and not is_alone:

@@ -30,6 +30,7 @@ from adacheck_jax.adapter.away import outage as outages
 from adacheck_jax.adapter.away.deciding import Action, Flight, StorageFacts, decide
 from adacheck_jax.adapter.away.ending import EndingManager
 from adacheck_jax.adapter.away.looking import Look
+from adacheck_jax.adapter.coordination.calls import DifferingCallsError
 from adacheck_jax.adapter.handler import AdaCheckHandler
 from adacheck_jax.adapter.inputs import expected_step
 from adacheck_jax.errors import AdaCheckError, StorageError, first_line
@@ -97,7 +98,11 @@ class AdaCheckManager(EndingManager):
                 self.handler.run.left.set()
 
         if outage is None:
-            return save(force)
+            if jax.process_count() == 1 or not (force or self.should_save(step)):
+                return save(force)
+            self._together.begin()
+            self._together.decided(dict, f"save({step})")
+            return save(True)
         self._saving_thread = threading.get_ident()
         is_ours = isinstance(args, SaveArgs) and not any(each is not None for each in given)
         if not force and (step <= self._promised or not self.should_save(step)):
@@ -120,8 +125,10 @@ class AdaCheckManager(EndingManager):
 
     def _decided(self, step: int, *, is_ours: bool) -> tuple[Action, Report]:
         """The action of all processes on a step, and what goes with that."""
+        call = f"save({step})"
         while True:
-            told = self._together.decided(lambda: self._decision(step, is_ours=is_ours))
+            told = self._together.decided(lambda: self._decision(step, is_ours=is_ours), call)
+            call = ""
             action = Action(told["action"])
             if action is Action.RESOLVE:
                 self._join(told["why"])
@@ -320,10 +327,16 @@ class AdaCheckManager(EndingManager):
             StorageError: storage refuses it, also after a pause as long as there is time.
         """
         self._join()
+        if until_s and self._together.calls.error:
+            self._keep_common()
         is_told = False  # Orbax may tell of an earlier error when a save begins
         while (kept := self._kept()).next_number(in_portions=False) is not None:
-            if until_s:  # a manager may be closed by an error that one process alone has
-                self._meet_closing(kept)
+            try:
+                if until_s:  # a manager may be closed by an error that one process alone has
+                    self._meet_closing(kept)
+            except DifferingCallsError:
+                self._keep_common()
+                continue
             told = self._together.decided(lambda: self._next_write(until_s=until_s))
             self._write(told)
             has_begun = self._in_flight is not None
@@ -348,10 +361,20 @@ class AdaCheckManager(EndingManager):
     def _meet_closing(self, kept: KeptSteps) -> None:
         try:
             self._together.agreed({"is_kept": True, "room_bytes": 0}, _by_all)
+        except DifferingCallsError:
+            raise
         except AdaCheckError as error:
             raise AdaCheckError(
                 f"{error} Steps that are not written: {shown_steps(kept.steps)}. They are lost."
             ) from error
+
+    def _keep_common(self) -> None:
+        """Lets go of the steps in memory that not all processes have: their calls differed."""
+        self._together.begin_anew()
+        kept, keeper = self._kept().steps, self._keeper
+        told = self._together.agreed({"steps": [*kept]}, _in_all)
+        if keeper is not None and (count := len(kept) - told["count"]):
+            keeper.take_back(count, "the processes did not call alike")
 
     def _kept(self) -> KeptSteps:
         """Steps in memory that are not on the disk."""
@@ -403,3 +426,10 @@ def _by_all(reports: Sequence[Report]) -> Report:
         "is_kept": all(each["is_kept"] for each in reports),
         "room_bytes": min(each["room_bytes"] for each in reports),
     }
+
+
+def _in_all(reports: Sequence[Report]) -> Report:
+    """Number of steps, from the first one on, that all processes have in memory."""
+    every = [[*each["steps"]] for each in reports]
+    alike = [len({*numbers}) == 1 for numbers in zip(*every, strict=False)]
+    return {"count": alike.index(False) if False in alike else len(alike)}

@@ -4,6 +4,11 @@ A training loop calls ``save`` in all processes, and each call of :class:`Lockst
 of them in the same order: so a number names it. Process 0 decides and tells, and the others wait
 for that, 630 s at most (``processes.Patience``). What is told goes through the coordination
 service, as reports of shares do: one value written by process 0 and read by each of the others.
+
+Behind a call of the training loop comes a collective of Orbax, so none enters it before all have
+made the same call (:mod:`~adacheck_jax.adapter.coordination.calls`). Each tells its own and reads
+those of all others, which takes no longer than the slowest one needs to come; of many processes the
+first reads them for all, and then tells.
 """
 
 # Threads: the training loop's; but for commit and fail, which Orbax's threads call about the save
@@ -16,11 +21,14 @@ from collections.abc import Callable, Sequence
 import jax
 
 from adacheck_jax.adapter import processes
+from adacheck_jax.adapter.coordination.calls import Calls
 from adacheck_jax.adapter.processes import ServiceExchange
 from adacheck_jax.errors import AdaCheckError
 from adacheck_jax.save.attempt import Report
 
 _COMMIT = "commit"
+_FEW = 64
+"""Number of processes up to which each reads the calls of all."""
 
 
 class Lockstep:
@@ -28,6 +36,7 @@ class Lockstep:
 
     Attributes:
         longest_s: longest wait for another process; None for the usual one.
+        calls: the training loop's calls about these steps.
     """
 
     def __init__(self, directory: object) -> None:
@@ -35,11 +44,19 @@ class Lockstep:
         self._exchange: ServiceExchange | None = None
         self._past: ServiceExchange | None = None
         self.longest_s: float | None = None
+        self.calls, self._are_alike = Calls(directory), True
 
     def begin(self) -> None:
         """Begins a save: what was told before has been heard by all, once all have begun it."""
         self._past, self._number = self._exchange, 0
         self._exchange = processes.exchange(f"{self._directory}: saves", is_save=False)
+        processes.watch(self.calls)
+
+    def begin_anew(self) -> None:
+        """Begins what all do after their calls differed, whatever each has told before."""
+        if self._are_alike:
+            self._past, self._number, self._are_alike = self._exchange, 0, False
+            self._exchange = processes.exchange(f"{self._directory}: the end", is_save=False)
 
     def forget(self) -> None:
         """Deletes what was told before the save that all have begun."""
@@ -47,23 +64,43 @@ class Lockstep:
             self._past.forget()
             self._past = None
 
-    def decided(self, decide: Callable[[], Report]) -> Report:
+    def decided(self, decide: Callable[[], Report], call: str = "") -> Report:
         """Process 0's decision, in all processes.
 
+        Args:
+            decide: makes it, in process 0.
+            call: the training loop's call that it is about; empty if it is about none.
+
         Raises:
+            DifferingCallsError: another process makes another call; nothing was begun.
             AdaCheckError: process 0 is gone, or raised it; it raises its own error.
         """
         topic, exchange = self._next()
         if exchange is None:
             return decide()
-        if jax.process_index():
-            return exchange.hear(topic)
+        process, count = jax.process_index(), jax.process_count()
+        others = [each for each in range(count) if each != process] if call else []
+        if call:
+            self.calls.note(call)
+        own, are_few = self.calls.told(), count <= _FEW
+        if process:
+            if call:
+                exchange.meet(topic, own, ())
+            decision = exchange.hear(topic)
+            if call:
+                exchange.compare(0, decision["calls"])
+                exchange.meet(topic, None, others[1:] if are_few else ())
+            return decision
         try:
-            decision = decide()
+            decision = decide() | ({"calls": own} if call else {})
+            if are_few:
+                exchange.tell(topic, decision)
+            exchange.meet(topic, None, others)
+            if not are_few:
+                exchange.tell(topic, decision)
         except BaseException as error:
             exchange.fail(topic, error, "go on")
             raise
-        exchange.tell(topic, decision)
         return decision
 
     def agreed(self, own: Report, judge: Callable[[Sequence[Report]], Report]) -> Report:
@@ -104,7 +141,9 @@ class Lockstep:
         if self._exchange is None:
             self.begin()
         self._number += 1
-        exchange = self._exchange
-        if exchange is not None and self.longest_s is not None:
+        if (exchange := self._exchange) is not None:
             exchange = exchange.within(self.longest_s)
+            if self._are_alike:
+                self.calls.check()
+                exchange = exchange.watching(self.calls)
         return f"{self._number}", exchange

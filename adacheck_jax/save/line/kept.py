@@ -169,10 +169,12 @@ class Keeper:
         manifest = manifest_json.decode(told["manifest"].encode(), where=f"{save.directory}")
         save.committed = Committed(manifest, (), frozenset())
 
-    def take_back(self) -> None:
-        """Lets go of the step that was recorded last: another process could not record it."""
+    def take_back(self, count: int = 1, why: str = "") -> None:
+        """Lets go of the steps recorded last, which another process lacks; tells why, if given."""
         with self._lock:
-            self._deferred.cut(len(self._deferred) - 1)
+            past = self._deferred.cut(max(len(self._deferred) - count, 0))
+        if why:
+            tell_given_up([each.step for each in past], why)
 
     def is_there(self) -> bool:
         """True if the save that storage seemed to refuse is on the disk.

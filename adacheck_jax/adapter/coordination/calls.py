@@ -1,0 +1,105 @@
+"""Calls of the processes about one line of steps, which all of them have to make alike.
+
+Where one records a step that the others save, each would wait in what the others never come to. So
+each process tells its calls, with its beats and before it enters a collective of Orbax, which
+nobody could leave again; and who waits compares them.
+"""
+
+# Threads: a training loop's notes; those of the beats and of consents read, and set ``error``.
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator, Sequence
+
+from adacheck_jax.errors import AdaCheckError
+
+_TOLD = 32
+"""Number of the last calls that are told and compared."""
+
+Told = tuple[int, Sequence[str]]
+"""Number of all calls of a process, and the last ones of them."""
+
+
+class DifferingCallsError(AdaCheckError):
+    """Processes did not call alike."""
+
+
+class Calls:
+    """Calls of this process about one line of steps, in their order.
+
+    A step counts as recorded if it was: who is refused one may go on as if it had not asked.
+
+    Args:
+        where: root of the steps, for messages.
+
+    Attributes:
+        key: key below which they are told; empty before the first one.
+        error: how they differ from those of another process; empty as long as they do not.
+    """
+
+    def __init__(self, where: object) -> None:
+        self.where, self.key, self.error = where, "", ""
+        self._made: Told = 0, ()
+        self._pending: tuple[str, ...] = ()
+
+    def check(self) -> None:
+        """Raises a :class:`DifferingCallsError` once calls have differed."""
+        if self.error:
+            raise DifferingCallsError(self.error)
+
+    def note(self, call: str) -> None:
+        """Notes a call; raises as :meth:`check`."""
+        self.check()
+        count, last = self._made
+        self._made = count + 1, (*last, call)[-_TOLD:]
+
+    @contextlib.contextmanager
+    def pending(self, call: str, *, is_own: bool) -> Iterator[Callable[[bool], None]]:
+        """A call that may wait for the others, and counts only if it does something.
+
+        Yields what is told if it has done something. It is part of another call if not ``is_own``.
+        """
+        if not is_own:
+            yield lambda has_done: None
+            return
+        self.check()
+        self._pending = (call,)
+        try:
+            yield lambda has_done: self.note(call) if has_done else None
+        finally:
+            self._pending = ()
+
+    def told(self) -> Told:
+        """The calls, for other processes."""
+        return self._made
+
+    def difference(self, here: int, process: int, told: Told) -> str:
+        """How the calls of a process differ from those here, in words; empty if they do not.
+
+        One that has made fewer calls may yet make the same.
+
+        Args:
+            here: index of this process.
+            process: index of the other one.
+            told: its calls.
+        """
+        count, last = self._made
+        own = _numbered((count + len(self._pending), (*last, *self._pending)))
+        others = _numbered(told)
+        n = next((n for n in own if others.get(n, own[n]) != own[n]), None)
+        if n is None:
+            return ""
+        (first, one), (second, other) = sorted([(here, own[n]), (process, others[n])])
+        return (
+            f"{self.where}: expected the same calls in all processes, found {one} in process "
+            f"{first} where process {second} called {other}. Neither is saved; the steps that were "
+            "saved before are whole. Choose each call by what all processes know alike, as the "
+            "number of the step, and not by a clock or by what one of them measured; start all "
+            "processes again, and go on from the last step that is saved."
+        )
+
+
+def _numbered(told: Told) -> dict[int, str]:
+    count, last = told
+    return dict(enumerate(last, count - len(last)))

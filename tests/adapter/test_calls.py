@@ -1,0 +1,236 @@
+"""Processes that do not call alike raise, in all of them; they are threads here, or real."""
+
+from __future__ import annotations
+
+import re
+import threading
+import time
+from collections.abc import Callable
+from concurrent.futures import Future, ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import jax
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+import adacheck_jax as adacheck
+from adacheck_jax.adapter import processes
+from adacheck_jax.adapter.away import lockstep
+from adacheck_jax.adapter.away.lockstep import Lockstep
+from adacheck_jax.adapter.coordination.calls import Calls, DifferingCallsError
+from adacheck_jax.adapter.coordination.service import Patience
+from adacheck_jax.adapter.processes import Processes
+from tests import support
+from tests.adapter.memory_service import MemoryService
+from tests.processes import launch, leaves
+
+WORKER = "tests.adapter.calls_worker"
+QUICK = Patience(silence_s=60.0, beat_s=0.02, look_s=0.05)
+
+
+class Loops:
+    """Training loops of several processes, which are threads."""
+
+    def __init__(self, count: int, patch: pytest.MonkeyPatch) -> None:
+        service, self._here = MemoryService(), threading.local()
+        self.processes = [Processes(n, count, service, QUICK) for n in range(count)]
+        patch.setattr(jax, "process_count", lambda: count)
+        patch.setattr(jax, "process_index", lambda: self._here.index)
+        patch.setattr(processes, "_all", lambda: self.processes[self._here.index])
+        self.managers = [Lockstep("/run") for _ in range(count)]
+
+    def run(self, *loops: Callable[[Lockstep], Any]) -> list[Future[Any]]:
+        """Runs each loop in its process; the last one in all that are left."""
+        every = [*loops, *loops[-1:] * (len(self.managers) - len(loops))]
+
+        def of(index: int) -> Any:
+            self._here.index = index
+            return every[index](self.managers[index])
+
+        with ThreadPoolExecutor(len(every)) as pool:
+            return [pool.submit(of, n) for n in range(len(every))]
+
+
+@pytest.fixture
+def loops_of(monkeypatch):
+    made: list[Loops] = []
+
+    def make(count: int) -> Loops:
+        made.append(Loops(count, monkeypatch))
+        return made[-1]
+
+    yield make
+    for loops in made:
+        for each in loops.processes:
+            each.close()
+
+
+def saves(*steps: int) -> Callable[[Lockstep], Any]:
+    def loop(manager: Lockstep) -> Any:
+        for step in steps:
+            manager.begin()
+            told = manager.decided(lambda n=step: {"saved": n}, f"save({step})")
+        return told["saved"]
+
+    return loop
+
+
+def records(step: int, then: Callable[[Lockstep], Any]) -> Callable[[Lockstep], Any]:
+    def loop(manager: Lockstep) -> Any:
+        saves(2)(manager)
+        with manager.calls.pending(f"record_step({step})", is_own=True) as count:
+            count(True)
+        return then(manager)
+
+    return loop
+
+
+def raised(loops: list[Future[Any]]) -> set[str]:
+    """What all of them raise."""
+    for each in loops:
+        with pytest.raises(DifferingCallsError):
+            each.result()
+    return {str(each.exception()) for each in loops}
+
+
+@pytest.mark.parametrize("few", [1, 64])
+@pytest.mark.parametrize("count", [2, 4])
+def test_all_that_call_alike_hear_what_process_0_decided(loops_of, monkeypatch, count, few):
+    monkeypatch.setattr(lockstep, "_FEW", few)
+    found = loops_of(count).run(saves(1, 2, 3))
+    assert [each.result() for each in found] == [3] * count
+
+
+@pytest.mark.parametrize("few", [1, 64])
+@pytest.mark.parametrize("count", [2, 3])
+@pytest.mark.parametrize(
+    ("here", "others", "names"),
+    [
+        (saves(2, 3), records(3, saves(4)), (r"save\(3\)", r"record_step\(3\)")),
+        (records(3, saves(4)), saves(2, 3), (r"record_step\(3\)", r"save\(3\)")),
+        (saves(2, 3), saves(2, 4), (r"save\(3\)", r"save\(4\)")),
+        (records(3, saves(5)), records(4, saves(5)), (r"record_step\(3\)", r"record_step\(4\)")),
+    ],
+)
+def test_calls_that_differ_are_named_in_all(loops_of, monkeypatch, here, others, names, count, few):
+    monkeypatch.setattr(lockstep, "_FEW", few)
+    (told,) = raised(loops_of(count).run(here, others))
+    first, second = names
+    assert re.search(rf"found {first} in process 0 where process [12] called {second}\.", told)
+
+
+@pytest.mark.parametrize("differing", [0, 1, 2])
+def test_who_waits_for_nobody_is_told_with_the_beats(loops_of, differing):
+    def until_told(manager: Lockstep) -> None:
+        while not manager.calls.error:
+            time.sleep(0.01)
+        manager.calls.check()
+
+    every = [saves(2, 3)] * 3
+    every[differing] = records(3, until_told)
+    (told,) = raised(loops_of(3).run(*every))
+    assert f"process {differing}" in told
+
+
+def test_who_comes_late_is_waited_for(loops_of, monkeypatch):
+    has_looked, difference = threading.Event(), Processes.difference
+
+    def looked(self: Processes, calls: Calls, among: Any) -> str:
+        try:
+            return difference(self, calls, among)
+        finally:
+            has_looked.set()
+
+    monkeypatch.setattr(Processes, "difference", looked)
+
+    def late(manager: Lockstep) -> Any:
+        saves(2)(manager)
+        has_looked.clear()
+        assert has_looked.wait(60)
+        return saves(3)(manager)
+
+    assert [each.result() for each in loops_of(2).run(saves(2, 3), late)] == [3, 3]
+
+
+def test_a_step_that_could_not_be_recorded_is_no_call(loops_of):
+    def refused(manager: Lockstep) -> Any:
+        saves(2)(manager)
+        with manager.calls.pending("record_step(3)", is_own=True) as count:
+            count(False)
+        return saves(3)(manager)
+
+    assert [each.result() for each in loops_of(2).run(refused, saves(2, 3))] == [3, 3]
+
+
+@pytest.mark.parametrize("waiting", [0, 1])
+def test_a_call_that_waits_before_it_counts_does_not_wait_for_ever(loops_of, waiting):
+    """As ``record_step`` does, where it sends copies to other processes."""
+
+    def records_with_all(manager: Lockstep) -> Any:
+        saves(2)(manager)
+        with manager.calls.pending("record_step(3)", is_own=True):
+            exchange = processes.exchange("copies")
+            assert exchange is not None
+            exchange.watching(manager.calls).beside("sent").agree("send", {}, lambda _: {})
+
+    every = [saves(2, 3)] * 2
+    every[waiting] = records_with_all
+    (told,) = raised(loops_of(2).run(*every))
+    assert "record_step(3)" in told
+    assert "save(3)" in told
+
+
+def test_after_that_nothing_more_is_begun_but_the_end(loops_of):
+    loops = loops_of(2)
+    raised(loops.run(saves(2, 3), records(3, saves(4))))
+    raised(loops.run(saves(5)))
+
+    def end(manager: Lockstep) -> Any:
+        manager.begin_anew()
+        return manager.agreed({"has": 1}, lambda reports: {"all": len(reports)})["all"]
+
+    assert [each.result() for each in loops.run(end)] == [2, 2]
+
+
+@given(st.lists(st.integers(0, 3), max_size=80), st.lists(st.integers(0, 3), max_size=80))
+def test_calls_differ_where_both_told_others(one, other):
+    first, second = Calls("/run"), Calls("/run")
+    for calls, steps in ((first, one), (second, other)):
+        for step in steps:
+            calls.note(f"save({step})")
+    here, there = first.difference(0, 1, second.told()), second.difference(1, 0, first.told())
+    assert here == there, "whoever finds it says the same"
+    begin = max(len(one), len(other)) - 32
+    known = range(max(begin, 0), min(len(one), len(other)))
+    assert bool(here) == any(one[n] != other[n] for n in known)
+
+
+@pytest.mark.slow
+@pytest.mark.first(1)
+@pytest.mark.parametrize(
+    ("mode", "calls"),
+    [
+        ("save4.record4", ("save(4)", "record_step(4)")),
+        ("record4.save4", ("record_step(4)", "save(4)")),
+        ("save4.save5", ("save(4)", "save(5)")),
+        ("record4.save4.away", ("record_step(4)", "save(4)")),
+    ],
+)
+def test_real_processes_raise_and_lose_nothing_that_all_had(tmp_path, mode, calls):
+    root, out = tmp_path / "root", tmp_path / "out"
+    launch(mode, 2, root, out, 1, WORKER)
+    text = f"found {calls[0]} in process 0 where process 1 called {calls[1]}. Neither is saved"
+    for n in range(2):
+        errors = Path(f"{out}-errors{n}").read_text().splitlines()
+        assert all(text in each for each in errors), errors
+        assert [each.split(":")[0] for each in errors][-2:] == ["save6", "record7"]
+    target = support.abstract(support.dict_run(support.mesh_of((1, 1))).state)
+    with adacheck.checkpoint_manager(root, max_to_keep=None) as manager:
+        assert manager.latest_step() == 3
+        for step in (1, 2, 3):
+            state = manager.restore(step, args=adacheck.RestoreArgs(target))
+            bits = [np.asarray(leaf).tobytes() for leaf in jax.tree.leaves(state)]
+            assert bits == leaves(Path(f"{out}-saved{step}.npz")), step
