@@ -476,6 +476,7 @@ def test_the_next_lineage_is_cautious_too(tmp_path):
     assert_all_restorable(tmp_path, saved, run.state)
 
 
+@pytest.mark.slow
 def test_caution_is_remembered_after_a_restart(tmp_path):
     run = run_of(projected)
     with manager_of(tmp_path, adacheck.AdaCheckHandler(run.recorder)) as manager:
