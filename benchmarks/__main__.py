@@ -14,7 +14,6 @@ from __future__ import annotations
 import argparse
 import contextlib
 import json
-import statistics
 import sys
 import tempfile
 from pathlib import Path
@@ -141,41 +140,26 @@ def stores(is_full: bool) -> list[Any]:
 
 
 def hosts(is_full: bool) -> list[dict[str, Any]]:
-    """Four processes, each a host: saves with and without copies, and what each tier takes."""
-    size = {"params": 8_000_000 if is_full else 200_000, "leaves": 24, "steps": 16}
-    return [
-        _hosts_of({"processes": 4, "parts": parts, **size}, 3 if is_full else 1)
-        for parts in (1, 2, 4)
-    ]
+    """Four processes, each a host, a state on all or cut: saves, and what each tier takes."""
+    size = {"params": 8_000_000 if is_full else 200_000, "leaves": 24, "steps": 24}
+    return [_hosts_of({"processes": 4, "parts": parts, **size}) for parts in (1, 4)]
 
 
-def _hosts_of(common: dict[str, Any], rounds: int) -> dict[str, Any]:
-    saves: dict[str, list[Any]] = {}
-    takes: dict[str, list[float]] = {}
-    for _ in range(rounds):
-        for name, has_memory, copies in hosts_run.SAVES:
-            with tempfile.TemporaryDirectory() as root, hosts_run.memory() as memory:
-                given = {**common, "root": root, "memory": memory if has_memory else ""}
-                found = child.measure("hosts", do="save", copies=copies, **given)
-                saves.setdefault(name, []).append(found)
-                if not copies:
-                    continue
-                for tier, wiped in hosts_run.TIERS:
-                    if wiped is not None:
-                        hosts_run.wipe(memory, wiped)
-                    do = tier.split(",")[0]
-                    given["memory"] = memory if do == hosts_run.MEMORY else ""
-                    took = child.measure("hosts", do=do, copies=copies, **given)
-                    takes.setdefault(tier, []).append(took["seconds"])
-    return {
-        "parts": common["parts"],
-        "state_bytes": saves[hosts_run.SAVES[0][0]][0]["state_bytes"],
-        "saves": {
-            name: {key: statistics.median(x[key] for x in found) for key in ("blocking_s", "cpu_s")}
-            for name, found in saves.items()
-        },
-        "takes": {name: statistics.median(found) for name, found in takes.items()},
-    }
+def _hosts_of(common: dict[str, Any]) -> dict[str, Any]:
+    saves, takes = dict[str, Any](), dict[str, float]()
+    for way in hosts_run.WAYS:
+        with tempfile.TemporaryDirectory() as root, hosts_run.memory() as memory:
+            given = {**common, "root": root, "copies": way.copies, "records": way.records}
+            saves[way.name] = child.measure(
+                "hosts", do="save", memory=memory if way.in_files else "", **given
+            )
+            for tier, do, wiped in way.tiers:
+                if wiped is not None:
+                    hosts_run.wipe(memory, wiped)
+                place = memory if do == hosts_run.MEMORY else ""
+                took = child.measure("hosts", do=do, memory=place, **given)
+                takes[tier] = took["seconds"]
+    return {"parts": common["parts"], "saves": saves, "takes": takes}
 
 
 MEASUREMENTS = {

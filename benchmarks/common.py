@@ -3,12 +3,9 @@
 from __future__ import annotations
 
 import functools
-import json
 import os
 import platform
 import socket
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -23,7 +20,6 @@ from adacheck_jax.store.steps import folders, manifest_file
 from examples.train_lm import corpus
 
 CONTEXT, BATCH = 64, 16
-_TIMEOUT_S = 900
 _HEAD_WIDTH = 32
 _LINKS = (folders.LINEAGE, f"{manifest_file.DIRECTORY}/kept")
 """Folders of a step that hold nothing but links to earlier steps."""
@@ -43,28 +39,6 @@ def free_port() -> int:
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         return probe.getsockname()[1]
-
-
-def in_processes(module: str, mode: str, count: int, *values: Any) -> list[Any]:
-    """Runs ``python -m MODULE MODE PROCESS PROCESSES PORT VALUES`` in some processes at once.
-
-    Returns:
-        The JSON that each of them prints last.
-
-    Raises:
-        RuntimeError: one of them failed.
-    """
-    command, port = [sys.executable, "-m", module, mode], free_port()
-    given = [[*command, *map(str, (each, count, port, *values))] for each in range(count)]
-    children = [subprocess.Popen(each, stdout=subprocess.PIPE, text=True) for each in given]
-    try:
-        outputs = [child.communicate(timeout=_TIMEOUT_S)[0] for child in children]
-    finally:
-        for child in children:
-            child.kill()
-    if any(child.returncode for child in children):
-        raise RuntimeError(f"a process of {module} {mode} failed, of {count}")
-    return [json.loads(output.splitlines()[-1]) for output in outputs]
 
 
 def environment() -> dict[str, Any]:

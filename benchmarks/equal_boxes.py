@@ -14,10 +14,7 @@ from __future__ import annotations
 
 import argparse
 import json
-import os
 import statistics
-import sys
-import tempfile
 import time
 from collections.abc import Callable, Mapping
 from pathlib import Path
@@ -25,7 +22,8 @@ from typing import Any
 
 import numpy as np
 
-from benchmarks.common import environment, in_processes
+from benchmarks.common import environment
+from benchmarks.speed import child
 
 _PROCESSES, _WIDTH, _EXPERTS = 4, 512, 8
 State = dict[str, np.ndarray]
@@ -88,27 +86,21 @@ def main() -> None:
         "| durable s | alone | stock |"
     )
     print("|---|---|---|---|---|---|---|---|---|---|---|")
-    with tempfile.TemporaryDirectory() as root:
-        for case in arguments.cases:
-            for row in zip(*_of_all(root, arguments.mb, arguments.bases, case), strict=True):
-                cells = [f"{each:.3f}" for each in row[0]["bytes"]]
-                for key, factor, digits in (("blocked_s", 1000, 1), ("durable_s", 1, 3)):
-                    slowest = map(max, zip(*(each[key] for each in row), strict=True))
-                    cells += [f"{factor * each:.{digits}f}" for each in slowest]
-                print(f"| {case} | {row[0]['layout']} | {' | '.join(cells)} |", flush=True)
+    for case in arguments.cases:
+        given = {"processes": _PROCESSES, "mb": arguments.mb, "bases": arguments.bases}
+        for row in zip(*child.measure_each(".equal_boxes", case=case, **given), strict=True):
+            cells = [f"{each:.3f}" for each in row[0]["bytes"]]
+            for key, factor, digits in (("blocked_s", 1000, 1), ("durable_s", 1, 3)):
+                slowest = map(max, zip(*(each[key] for each in row), strict=True))
+                cells += [f"{factor * each:.{digits}f}" for each in slowest]
+            print(f"| {case} | {row[0]['layout']} | {' | '.join(cells)} |", flush=True)
 
 
-def _of_all(*values: Any) -> list[Any]:
-    return in_processes("benchmarks.equal_boxes", "child", _PROCESSES, *values)
-
-
-def _child(process: int, port: str, root: str, mb: int, bases: int, case: str) -> None:
-    os.environ["XLA_FLAGS"] = "--xla_force_host_platform_device_count=1"
+def run(root: str, mb: int, bases: int, case: str) -> Any:
+    """Saves a case in both layouts."""
     import jax
     from jax.sharding import NamedSharding, PartitionSpec
 
-    jax.config.update("jax_cpu_collectives_implementation", "gloo")
-    jax.distributed.initialize(f"127.0.0.1:{port}", _PROCESSES, process)
     mesh, rows = jax.make_mesh((_PROCESSES,), ("data",)), mb * 10**6 // (4 * _WIDTH * 4) // 64 * 64
     result = []
     for layout in ("dp", "fsdp"):
@@ -126,8 +118,8 @@ def _child(process: int, port: str, root: str, mb: int, bases: int, case: str) -
                 return generator.standard_normal(shape).astype(np.float32)
 
             states.append({key: place(each) for key, each in CASES[case](noise, rows).items()})
-        result.append({"layout": layout, **_measured(Path(root) / case / layout, states)})
-    print(json.dumps(result))
+        result.append({"layout": layout, **_measured(Path(root) / layout, states)})
+    return result
 
 
 def _measured(root: Path, states: list[Any]) -> dict[str, list[float]]:
@@ -177,8 +169,4 @@ def _measured(root: Path, states: list[Any]) -> dict[str, list[float]]:
 
 
 if __name__ == "__main__":
-    if sys.argv[1:2] == ["child"]:
-        process, _, port, root, mb, bases, case = sys.argv[2:]
-        _child(int(process), port, root, int(mb), int(bases), case)
-    else:
-        main()
+    main()

@@ -14,17 +14,15 @@ from __future__ import annotations
 
 import argparse
 import json
-import os
 import statistics
-import sys
 import tempfile
 import time
 from pathlib import Path
 from typing import Any
 
-from benchmarks.common import environment, in_processes
+from benchmarks.common import environment
+from benchmarks.speed import child
 
-_MODULE = "benchmarks.read_once"
 _COUNTER = "/tensorstore/kvstore/file/bytes_read"
 _CHOICES: dict[str, bool | None] = {"auto": None, "each for itself": False, "together": True}
 
@@ -41,11 +39,11 @@ def main() -> None:
     print("| processes | sharding | read | bytes read / stored | s | first s |")
     print("|---|---|---|---|---|---|")
     with tempfile.TemporaryDirectory() as root:
-        size = str(arguments.mb), str(arguments.deltas)
-        (stored,) = in_processes(_MODULE, "save", 1, root, *size)
+        given = {"root": root, "mb": arguments.mb, "deltas": arguments.deltas}
+        stored = child.measure(".read_once", **given)
         for processes in arguments.processes:
-            given = root, *size, arguments.repeats
-            for row in zip(*in_processes(_MODULE, "restore", processes, *given), strict=True):
+            given |= {"processes": processes, "repeats": arguments.repeats}
+            for row in zip(*child.measure_each(".read_once", **given), strict=True):
                 ratio = sum(each["bytes"] for each in row) / stored["bytes"]
                 slowest_s = [max(times) for times in zip(*(e["s"] for e in row), strict=True)]
                 print(
@@ -55,16 +53,9 @@ def main() -> None:
                 )
 
 
-def _child(mode: str, process: str, processes: str, port: str, root: str, *sizes: str) -> None:
-    os.environ["XLA_FLAGS"] = "--xla_force_host_platform_device_count=1"
-    import jax
-
-    jax.config.update("jax_cpu_collectives_implementation", "gloo")
-    if int(processes) > 1:
-        jax.distributed.initialize(f"127.0.0.1:{port}", int(processes), int(process))
-    mb, deltas, *repeats = map(int, sizes)
-    result = _save(root, mb, deltas) if mode == "save" else _restores(root, mb, deltas, repeats[0])
-    print(json.dumps(result))
+def run(root: str, mb: int, deltas: int, repeats: int = 0) -> Any:
+    """Saves a base and deltas, or restores the last one some times."""
+    return _restores(root, mb, deltas, repeats) if repeats else _save(root, mb, deltas)
 
 
 def _state_of(mb: int) -> tuple[Any, Any, Any]:
@@ -153,7 +144,4 @@ def _restores(root: str, mb: int, deltas: int, repeats: int) -> Any:
 
 
 if __name__ == "__main__":
-    if sys.argv[1:2] in (["save"], ["restore"]):
-        _child(*sys.argv[1:])
-    else:
-        main()
+    main()

@@ -2,6 +2,7 @@
 
 import json
 import os
+import tempfile
 
 import pytest
 
@@ -21,10 +22,23 @@ KEPT = {"blocking_s": 0.0015, "median_blocking_s": 0.001, "step_s": 0.02, "cpu_s
 COMPARED = [ways.DELTA, ways.BASE, ways.STOCK, ways.STATE_FILE, ways.DELTA_FILE, ways.FLOOR]
 
 
+def measured(module, *, devices=1, **arguments):
+    """In a fork: each new process would import JAX."""
+    environment = {
+        **os.environ,
+        "XLA_FLAGS": f"--xla_force_host_platform_device_count={devices}",
+    }
+    with tempfile.TemporaryDirectory() as root:
+        given = json.dumps({"root": root, **arguments})
+        run = processes.forked("benchmarks.speed.child", module, given, environment=environment)
+        (said,) = processes.outputs([run])
+    return json.loads(next(x for x in reversed(said.splitlines()) if x.startswith(("{", "["))))
+
+
 @pytest.fixture(scope="module")
 def saves():
     """A tiny state, saved in every way that the report tells of."""
-    return child.measure("saves", params=20_000, leaves=2, rounds=1, saves=1, only=COMPARED)
+    return measured("saves", params=20_000, leaves=2, rounds=1, saves=1, only=COMPARED)
 
 
 @pytest.mark.slow
@@ -39,7 +53,7 @@ def test_every_way_saves(saves):
 
 @pytest.mark.slow
 def test_every_way_keeps_every_step():
-    found = child.measure("recording", params=2000, leaves=2, steps=8, rounds=1, every=4)
+    found = measured("recording", params=2000, leaves=2, steps=8, rounds=1, every=4)
     assert found["every"] == 4
     assert len(found["rows"]) == 5
     assert all(row["step_s"] > row["blocking_s"] > 0 for row in found["rows"].values())
@@ -48,7 +62,7 @@ def test_every_way_keeps_every_step():
 @pytest.mark.slow
 def test_object_stores_are_measured_beside_stock_orbax():
     size = {"params": 10_000, "leaves": 2, "saves": 3}
-    found = child.measure("stores", kind="gcs", delay_ms=0, **size)["rows"]
+    found = measured("stores", kind="gcs", delay_ms=0, **size)["rows"]
     assert found["delta"]["own_requests"] == 5, "and one that lists its lineage"
     assert found["delta"]["requests"] > 6
     assert found["stock Orbax"]["own_requests"] == 0
@@ -57,7 +71,7 @@ def test_object_stores_are_measured_beside_stock_orbax():
 
 @pytest.mark.slow
 def test_fingerprints_are_measured_with_and_without_the_call():
-    found = child.measure("fingerprints", devices=2, params=2000, leaves=4, rounds=6)
+    found = measured("fingerprints", devices=2, params=2000, leaves=4, rounds=6)
     assert len(found["rows"]) == 3
     for row in found["rows"].values():
         assert [*row] == ["durable_s", "cpu_s", "record_s"]
@@ -109,15 +123,6 @@ def test_a_report_tells_everything_that_was_measured(saves, tmp_path):
 
 @pytest.mark.slow
 def test_states_of_many_leaves_are_measured_beside_stock_orbax(monkeypatch):
-    """In forks: each of seven new processes would import JAX."""
-    environment = {**os.environ, "XLA_FLAGS": "--xla_force_host_platform_device_count=1"}
-
-    def measured(module, **arguments):
-        given = (module, json.dumps(arguments))
-        run = processes.forked("benchmarks.speed.child", *given, environment=environment)
-        (said,) = processes.outputs([run])
-        return json.loads(next(line for line in said.splitlines() if line.startswith("[")))
-
     monkeypatch.setattr(child, "measure", measured)
     rows = many_leaves.measured(6)
     assert len(rows) == 10

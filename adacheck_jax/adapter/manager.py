@@ -82,17 +82,7 @@ def checkpoint_manager(
     """
     place, usual = directories.root_path(root), NEWEST if options is None else None
     options = options or ocp.CheckpointManagerOptions()
-    if not isinstance(options, ocp.CheckpointManagerOptions):
-        raise ValueError(
-            "expected options=ocp.CheckpointManagerOptions(...), found "
-            f"{type(options).__name__}. Options of the handler are arguments of their own."
-        )
-    _refuse_parts(options.multiprocessing_options)
-    if twice := {item, "metrics"} & {*(items or ())}:
-        raise ValueError(
-            f"expected items beside {item!r}, which is the state, and the metrics, found "
-            f"{sorted(twice)}. Leave them out: metrics go to manager.save(..., metrics=...)."
-        )
+    _refuse(options, item, items or {})
     rules = {name: each for name in _RULES if (each := getattr(options, name)) is not None}
     newest = rules.get("max_to_keep", usual) if isinstance(max_to_keep, _Unsaid) else max_to_keep
     keep = shared_policy(
@@ -169,13 +159,24 @@ def _keeping_by(
     return found
 
 
-def _refuse_parts(options: ocp.options.MultiprocessingOptions) -> None:
-    is_part = options.primary_host != 0 or options.active_processes is not None
+def _refuse(options: Any, item: str, items: Mapping[str, Any]) -> None:
+    if not isinstance(options, ocp.CheckpointManagerOptions):
+        raise ValueError(
+            "expected options=ocp.CheckpointManagerOptions(...), found "
+            f"{type(options).__name__}. Options of the handler are arguments of their own."
+        )
+    parts = options.multiprocessing_options
+    is_part = parts.primary_host != 0 or parts.active_processes is not None
     if is_part and jax.process_count() > 1:
         raise ValueError(
             "expected options for all processes of the job, found MultiprocessingOptions("
-            f"primary_host={options.primary_host}, active_processes={options.active_processes}): "
+            f"primary_host={parts.primary_host}, active_processes={parts.active_processes}): "
             "a step is saved by all, and committed by the first. Leave these options out."
+        )
+    if twice := {item, "metrics"} & {*items}:
+        raise ValueError(
+            f"expected items beside {item!r}, which is the state, and the metrics, found "
+            f"{sorted(twice)}. Leave them out: metrics go to manager.save(..., metrics=...)."
         )
 
 

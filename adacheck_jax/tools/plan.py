@@ -117,12 +117,7 @@ def redundancy_report(
             "expected devices_per_process of at least 1, max_deltas and copies of at least 0, "
             f"found {devices_per_process}, {max_deltas} and {copies}"
         )
-    named, _ = trees.flatten(abstract_state)
-    if not named:
-        raise FormatError(
-            f"expected a state with arrays in it, found {type(abstract_state).__name__} without "
-            "leaves. Give the pytree of jax.ShapeDtypeStruct that jax.eval_shape makes of a state."
-        )
+    named = _leaves_of(abstract_state)
     placed = _place_all(named, devices_per_process)
     report = _totals(placed, _roles_of(named, recorder, params_path), max_deltas)
     count = report.process_count
@@ -133,6 +128,16 @@ def redundancy_report(
     bindings = bind_all(recorders_of(recorder), leaf_types(named), params_path)
     found = survival_of(named, bindings, count, devices_per_process, domains or count, copies)
     return dataclasses.replace(report, survival=found)
+
+
+def _leaves_of(abstract_state: PyTree) -> dict[str, Any]:
+    named, _ = trees.flatten(abstract_state)
+    if not named:
+        raise FormatError(
+            f"expected a state with arrays in it, found {type(abstract_state).__name__} without "
+            "leaves. Give the pytree of jax.ShapeDtypeStruct that jax.eval_shape makes of a state."
+        )
+    return named
 
 
 @dataclass(frozen=True, slots=True)

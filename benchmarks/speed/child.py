@@ -19,13 +19,18 @@ from benchmarks.common import free_port
 _TIMEOUT_S = 3600
 
 
-def measure(module: str, *, devices: int = 1, processes: int = 1, **arguments: Any) -> Any:
-    """What ``run(**arguments)`` of a module of this package returns.
+def measure(module: str, **arguments: Any) -> Any:
+    """What :func:`measure_each` gives for the first process."""
+    return measure_each(module, **arguments)[0]
+
+
+def measure_each(module: str, *, devices: int = 1, processes: int = 1, **arguments: Any) -> Any:
+    """What ``run(**arguments)`` of a module returns in each process.
 
     Args:
-        module: name.
+        module: name in this package; ``".NAME"`` for one of ``benchmarks``.
         devices: of each process.
-        processes: that run it together; the first one tells.
+        processes: that run it together.
         arguments: JSON; a folder for what is saved is added to them.
 
     Raises:
@@ -35,7 +40,7 @@ def measure(module: str, *, devices: int = 1, processes: int = 1, **arguments: A
         return _run(module, devices, processes, {"root": root, **arguments})
 
 
-def _run(module: str, devices: int, processes: int, arguments: Mapping[str, Any]) -> Any:
+def _run(module: str, devices: int, processes: int, arguments: Mapping[str, Any]) -> list[Any]:
     port = free_port()
     flags = f"--xla_force_host_platform_device_count={devices}"
     running = [
@@ -60,7 +65,7 @@ def _run(module: str, devices: int, processes: int, arguments: Mapping[str, Any]
     for each, (_, errors) in zip(running, told, strict=True):
         if each.returncode:
             raise RuntimeError(f"{module} {arguments}: exit {each.returncode}\n{errors[-2000:]}")
-    return json.loads(told[0][0].splitlines()[-1])
+    return [json.loads(output.splitlines()[-1]) for output, _ in told]
 
 
 _PLACE = "ADACHECK_BENCHMARK_PROCESS"
@@ -73,7 +78,7 @@ def main() -> None:
     if processes > 1:
         jax.config.update("jax_cpu_collectives_implementation", "gloo")
         jax.distributed.initialize(f"127.0.0.1:{port}", processes, process)
-    module = importlib.import_module(f"benchmarks.speed.{sys.argv[1]}")
+    module = importlib.import_module(f".{sys.argv[1]}", "benchmarks.speed")
     print(json.dumps(module.run(**json.loads(sys.argv[2]))))
 
 

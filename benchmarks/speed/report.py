@@ -246,16 +246,18 @@ def _growth(rows: Sequence[Mapping[str, Any]]) -> str:
 
 def _hosts(results: Sequence[Mapping[str, Any]]) -> str:
     saves, takes = list[list[str]](), list[list[str]]()
+    keys = ("blocking_s", "cpu_s", "record_blocking_s", "record_cpu_s")
     for result in results:
         first = next(iter(result["saves"].values()))
         for name, cost in result["saves"].items():
-            times = [f"{_ms(cost[k])} ({cost[k] / first[k]:.2f})" for k in ("blocking_s", "cpu_s")]
-            saves.append([str(result["parts"]), name, *times])
+            times = [f"{_ms(cost[key])} ({cost[key] / first[key]:.2f})" for key in keys]
+            saves.append([str(result["parts"]), name, *times, f"{cost['sent']:.2f}"])
         takes.append([str(result["parts"]), *(f"{x:.2f}" for x in result["takes"].values())])
-    about = f"{_mb(results[0]['state_bytes'])} MB of state; a save of the slowest process"
-    head = ["parts", "kept", "blocking ms", "CPU ms of all"]
+    state_bytes = next(iter(results[0]["saves"].values()))["state_bytes"]
+    about = f"{_mb(state_bytes)} MB of state; blocking of the slowest process, CPU of all"
+    head = ["parts", "kept", "blocking ms of a save", "CPU ms", "of a recorded step", "CPU ms"]
     tiers = ["parts", *(f"{name}, s" for name in results[0]["takes"])]
-    return f"{about}.\n\n{table(head, saves)}\n\n{table(tiers, takes)}"
+    return f"{about}.\n\n{table([*head, 'sent ÷ record'], saves)}\n\n{table(tiers, takes)}"
 
 
 _TABLES: dict[str, tuple[str, Any]] = {

@@ -117,6 +117,7 @@ def test_a_relative_root_may_hold_numbers_and_keys(tmp_path, monkeypatch):
         assert manager.restore(2)["n"] == 2
 
 
+@pytest.mark.slow
 def test_every_other_data_type_round_trips_through_bases_and_deltas(tmp_path):
     wide = {"int64", "uint64", "float64", "complex128"}
     names = sorted(ITEMSIZES_BYTES.keys() - wide - inputs._NOT_STORABLE - {"bool"})

@@ -70,6 +70,7 @@ def test_element_wise_optimizers_are_exact_on_other_meshes(tmp_path, name, dtype
     assert kinds_of(tmp_path)[4] == "delta"
 
 
+@pytest.mark.slow
 def test_explicit_axes_save_and_restore(tmp_path):
     run = support.dict_run(mesh_of((4, 2), AxisType.Explicit))
     with manager_of(tmp_path, adacheck.AdaCheckHandler(run.recorder)) as manager:

@@ -12,6 +12,7 @@ from adacheck_jax.tools import inspection, verification
 from tests.support import manager_of
 
 
+@pytest.mark.slow
 @pytest.mark.first(1)
 @pytest.mark.parametrize("is_inside", [True, False])
 def test_gradients_of_single_examples_tell_where_the_recorder_goes(tmp_path, is_inside):
@@ -66,6 +67,7 @@ def test_who_forgets_the_recorder_is_warned_at_the_second_base(tmp_path, caplog,
     assert caplog.text.count("since the handler was given no recorder") == int(is_told)
 
 
+@pytest.mark.slow
 def test_saves_tell_of_leaves_kept_as_bits_and_restores_do_not(tmp_path, caplog):
     recorder = adacheck.Recorder(contrib.muon(1e-3))
     state, train_step = run_of(recorder, optax.chain(optax.clip_by_global_norm(1.0), recorder))

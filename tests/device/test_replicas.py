@@ -511,7 +511,7 @@ def apart(mesh, recorder):
     return jax.jit(mapped)
 
 
-@pytest.mark.covering(1, quick=1)
+@pytest.mark.covering(1, quick=0)
 @pytest.mark.parametrize(
     "options",
     [{}, {"shadow": None}, {"shadow": adacheck.Shadow(on_devices=True)}, {"delta": "bits"}],

@@ -2,7 +2,7 @@
 
 Usage: derived_worker.py MODE PROCESS PROCESSES PORT ROOT OUT DEVICES
 
-MODE is save; or restore; or edited, in which the average is set by hand before the third step.
+MODE is save; or edited, in which the average is set by hand before the third step.
 """
 
 from __future__ import annotations
@@ -19,15 +19,9 @@ mesh = support.mesh_of((jax.device_count() // 2, 2))
 functions = {"ema": derived.average, "target": derived.hard_copy}
 run = derived.dict_program(mesh, functions).run()
 with support.manager_of(own.root, adacheck.AdaCheckHandler(run.recorder)) as manager:
-    if own.mode == "restore":
-        for step in (2, 4):
-            target = adacheck.RestoreArgs(support.abstract(run.state))
-            write(manager.restore(step, args=target), f"restored{step}")
-    else:
-        for _ in range(4):
-            run.advance()
-            if own.mode == "edited" and run.count == 3:
-                run.state["ema"] = jax.tree.map(lambda x: x + 1, run.state["ema"])
-            write(run.state, f"saved{run.count}")
-            manager.save(run.count, args=adacheck.SaveArgs(run.state))
-        manager.wait_until_finished()
+    for _ in range(4):
+        run.advance()
+        if own.mode == "edited" and run.count == 3:
+            run.state["ema"] = jax.tree.map(lambda x: x + 1, run.state["ema"])
+        write(run.state, f"saved{run.count}")
+        manager.save(run.count, args=adacheck.SaveArgs(run.state))

@@ -11,8 +11,7 @@ or compact, in which another process compacts the second step before the third i
 or bases, in which every fourth delta becomes a base in the background, and each step waits for it;
 or bases-lost, in which one process cannot write its part of the first of them;
 or bases-refused, in which one process was told to make none;
-or hyperparams, in which arrays are computed from a learning rate that is changed by hand, and
-restore-hyperparams;
+or hyperparams, in which arrays are computed from a learning rate that is changed by hand;
 or edited-small and edited-small-sample, in which single elements of a vector that all processes
 have are changed by hand while the state is there, before some steps are saved.
 """
@@ -85,7 +84,7 @@ if mode == "no-scalars":  # then most processes own no scalar of the update at a
         forward,
     )
 run = support.dict_run(
-    mesh, optax.inject_hyperparams(optax.adamw)(1e-2) if mode.endswith("hyperparams") else None
+    mesh, optax.inject_hyperparams(optax.adamw)(1e-2) if mode == "hyperparams" else None
 )
 keep, options = None, {}
 if "://" in own.root:  # an object store
@@ -111,7 +110,7 @@ if mode == "projected":
 
     run.train_step = projected
 with support.manager_of(own.root, handler, **options) as manager:
-    if mode in ("restore", "restore-once", "restore-hyperparams"):
+    if mode in ("restore", "restore-once"):
         for step in manager.all_steps():
             once = mode == "restore-once"
             target = adacheck.RestoreArgs(support.abstract(run.state), read_once=once or None)

@@ -224,6 +224,7 @@ def rare_state(recorder: adacheck.Recorder) -> dict[str, Any]:
     }
 
 
+@pytest.mark.slow
 def test_leaves_of_all_kinds_metadata_and_frozen_files_survive(tmp_path):
     recorder = adacheck.Recorder(optax.adamw(1e-2))
     state, saved = rare_state(recorder), {}
@@ -437,6 +438,7 @@ def test_a_save_that_links_while_its_parent_becomes_a_base(tmp_path, monkeypatch
     check_steps(tmp_path, abstract(run.state), saved)
 
 
+@pytest.mark.slow
 def test_steps_are_compacted_while_training_saves_restores_and_deletes(tmp_path):
     run = support.dict_run(mesh_of(MESH))
     stop, found, done = threading.Event(), [], []

@@ -129,6 +129,7 @@ def test_coded_steps_are_deferred_compacted_and_built_on(tmp_path):
             assert_same_bits(manager.restore(step, args=args), saved[step])
 
 
+@pytest.mark.slow
 def test_a_change_in_a_code_is_found(tmp_path):
     run = run_of(top_k, mesh_of((1,)))
     with manager_of(tmp_path, adacheck.AdaCheckHandler(run.recorder)) as manager:

@@ -146,6 +146,7 @@ def test_an_item_that_fails_takes_the_step_and_no_other(
     pair.assert_exact(tmp_path)
 
 
+@pytest.mark.slow
 @pytest.mark.first(1)
 @pytest.mark.parametrize("max_deltas", [20, 0], ids=["delta", "base"])
 def test_a_step_is_saved_again_while_its_first_attempt_is_being_written(

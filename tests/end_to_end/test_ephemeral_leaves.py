@@ -197,6 +197,7 @@ def test_two_processes_leave_out_what_each_has_of_the_residual(tmp_path):
         assert info.stale == ({} if step == since else dict.fromkeys(PATHS, since))
 
 
+@pytest.mark.slow
 def test_the_residual_takes_no_bytes(tmp_path):
     sizes = []
     for name, patterns in (("stored", []), ("left out", ["*/residual"])):

@@ -7,6 +7,7 @@ from pathlib import Path
 
 import jax
 import numpy as np
+import optax
 import orbax.checkpoint as ocp
 import pytest
 
@@ -16,6 +17,7 @@ from adacheck_jax.store.steps import lookup, roots
 from adacheck_jax.store.storage.location import located
 from adacheck_jax.tools import audit, compaction
 from tests import support
+from tests.end_to_end import test_derived as derived
 from tests.processes import launch, leaves
 
 
@@ -25,6 +27,18 @@ def run_of_two(tmp_path_factory):
     root = tmp_path_factory.mktemp("two")
     launch("save", 2, root / "run", root / "out", devices=2)
     return root
+
+
+def check(root, out, steps, devices=4, run=None):
+    """Restores steps of several processes in this one, which has compiled what that takes."""
+    run = run or support.dict_run(support.mesh_of((devices // 2, 2)))
+    target = adacheck.RestoreArgs(support.abstract(run.state))
+    with adacheck.checkpoint_manager(root, run.recorder, max_to_keep=None) as manager:
+        for step in steps:
+            found = jax.tree.leaves(manager.restore(step, args=target))
+            assert [np.asarray(x).tobytes() for x in found] == leaves(f"{out}-saved{step}.npz"), (
+                step
+            )
 
 
 @pytest.mark.slow
@@ -83,12 +97,16 @@ def test_a_lineage_goes_on_in_another_number_of_processes(tmp_path):
     assert [len(each.packs) for each in deltas] == [2, 2, *[1] * 3, *[4] * 3, *[2] * 3]
     assert [each.step for each in deltas if each.grids] == [4, 7, 10]
     assert {each.checked for each in deltas} == {"full"}
-    for mode, processes, devices in (("restore", 1, 8), ("restore-once", 2, 4)):
-        out = tmp_path / f"restored-by-{processes}"
-        launch(mode, processes, root, out, devices)
-        assert {n: leaves(Path(f"{out}-restored{n}.npz")) for n in saved} == saved
+    launch("restore-once", 2, root, tmp_path / "again", devices=4)
+    assert {n: leaves(tmp_path / f"again-restored{n}.npz") for n in saved} == saved
+    for n in range(4):
+        check(root, tmp_path / f"{n}", range(3 * n + 1, 3 * n + 4), devices=8)
     compaction.compact(root, 8)
-    launch("resume", 1, root, tmp_path / "last", devices=4)
+    run = support.dict_run(support.mesh_of((2, 2)))
+    with support.manager_of(root, adacheck.AdaCheckHandler(run.recorder)) as manager:
+        run.state = manager.restore(12, args=adacheck.RestoreArgs(support.abstract(run.state)))
+        run.count = 12
+        support.save_steps(manager, run, 3)
     report = audit.verify_root(root, read_data=True, replay=True)
     assert (report.damaged_count, report.not_looked_at) == (0, ())
 
@@ -102,10 +120,7 @@ def test_a_step_of_several_processes_is_compacted_by_one_while_they_train(tmp_pa
     assert found.base.process_count == len(found.saves[0][0].packs) == 2
     launch("resume", 2, root, tmp_path / "resumed", devices=2)
     assert [each.delta_count for each in roots.steps_of(root)] == [0, 0, 1, 2, 3, 4]
-    launch("restore", 1, root, tmp_path / "restored", devices=4)
-    for step in (1, 3):
-        restored = leaves(tmp_path / f"restored-restored{step}.npz")
-        assert restored == leaves(tmp_path / f"out-saved{step}.npz")
+    check(root, tmp_path / "out", (1, 3))
 
 
 @pytest.mark.slow
@@ -120,10 +135,7 @@ def test_the_shadows_of_all_processes_make_bases_together(tmp_path, processes, d
     assert all("compacted" in each.reason for each in bases[1:])
     parts = {each.name.split(".")[0] for each in (root / "5/default/adacheck/base").iterdir()}
     assert parts == {*map(str, range(processes))}
-    launch("restore", 1, root, tmp_path / "restored", devices=4)
-    for step in range(1, 13):
-        restored = leaves(tmp_path / f"restored-restored{step}.npz")
-        assert restored == leaves(tmp_path / f"out-saved{step}.npz"), step
+    check(root, tmp_path / "out", range(1, 13))
     with ocp.CheckpointManager(root, item_handlers=ocp.PyTreeCheckpointHandler()) as stock:
         described = stock.item_metadata(5).tree
         wanted = jax.tree.map(lambda _: ocp.RestoreArgs(restore_type=np.ndarray), described)
@@ -161,10 +173,7 @@ def test_where_one_process_was_told_to_make_no_bases_the_loop_writes_them(tmp_pa
 def test_several_processes_save_into_an_object_store(tmp_path, request, kind):
     root = f"{request.getfixturevalue(kind).url}/{uuid.uuid4().hex}"
     launch("save", 2, root, tmp_path / "out", devices=2)
-    launch("restore", 1, root, tmp_path / "restored", devices=4)
-    for step in (1, 3):
-        restored = leaves(tmp_path / f"restored-restored{step}.npz")
-        assert restored == leaves(tmp_path / f"out-saved{step}.npz")
+    check(root, tmp_path / "out", (1, 3))
     launch("resume", 2, root, tmp_path / "resumed", devices=2)
     found = [step.manifest for step in roots.steps_of(located(root))]
     assert [type(each) for each in found] == [manifest.BaseManifest] + [manifest.DeltaManifest] * 5
@@ -193,12 +202,11 @@ def test_several_processes_save_differences(tmp_path, mode, kinds, has_update):
             assert paths.index("params/out/kernel") not in each.stored
             assert "params/in/kernel" in each.caution.reason
             assert each.checked == "sample"
-    for processes, devices in ((2, 2), (1, 8)):
-        out = tmp_path / f"restored-by-{processes}x{devices}"
-        launch("restore", processes, tmp_path / "run", out, devices)
-        for step in (1, 3):
-            restored = leaves(Path(f"{out}-restored{step}.npz"))
-            assert restored == leaves(tmp_path / f"out-saved{step}.npz")
+    launch("restore", 2, tmp_path / "run", tmp_path / "again", devices=2)
+    for step in (1, 3):
+        restored = leaves(tmp_path / f"again-restored{step}.npz")
+        assert restored == leaves(tmp_path / f"out-saved{step}.npz")
+    check(tmp_path / "run", tmp_path / "out", (1, 3), devices=8)
 
 
 def checked_of(root):
@@ -217,10 +225,8 @@ def test_the_shadows_follow_a_learning_rate_that_lies_in_the_state(tmp_path):
     root = tmp_path / "run"
     launch("hyperparams", 2, root, tmp_path / "out", devices=2)
     assert checked_of(root) == ["base", "full", "full"]
-    launch("restore-hyperparams", 1, root, tmp_path / "restored", devices=4)
-    for step in (1, 2, 3):
-        restored = leaves(tmp_path / f"restored-restored{step}.npz")
-        assert restored == leaves(tmp_path / f"out-saved{step}.npz"), step
+    tx = optax.inject_hyperparams(optax.adamw)(1e-2)
+    check(root, tmp_path / "out", (1, 2, 3), run=support.dict_run(support.mesh_of((2, 2)), tx))
 
 
 @pytest.mark.slow
@@ -231,13 +237,7 @@ def test_an_element_changed_by_hand_is_refused_by_all_processes(tmp_path):
     assert all(each.startswith("4: ") and "params/in/kernel" in each for each in told)
     assert [step.step for step in roots.steps_of(tmp_path / "run")] == [1, 2, 3, 5, 6]
     assert checked_of(tmp_path / "run") == ["base", "full", "full", "base", "full"]
-    run = support.dict_run(support.mesh_of((2, 2)))
-    with support.manager_of(tmp_path / "run", adacheck.AdaCheckHandler()) as manager:
-        for step in (3, 6):
-            target = adacheck.RestoreArgs(support.abstract(run.state))
-            found = manager.restore(step, args=target)
-            expected = leaves(tmp_path / f"out-saved{step}.npz")
-            assert [np.asarray(x).tobytes() for x in jax.tree.leaves(found)] == expected
+    check(tmp_path / "run", tmp_path / "out", (3, 6))
 
 
 @pytest.mark.slow
@@ -256,10 +256,7 @@ def test_an_edit_that_its_owner_does_not_see_is_refused_once_and_stored_from_the
     assert all("params/in/bias" in each and "does not own" in each for each in refused)
     saved = sorted({*range(1, 11)} - lost)
     assert [each.manifest.step for each in roots.steps_of(root)] == saved
-    launch("restore", 1, root, tmp_path / "restored", devices=4)
-    for step in saved:
-        restored = leaves(tmp_path / f"restored-restored{step}.npz")
-        assert restored == leaves(tmp_path / f"out-saved{step}.npz"), step
+    check(root, tmp_path / "out", saved)
 
 
 @pytest.mark.slow
@@ -275,10 +272,9 @@ def test_several_processes_replay_an_average_and_a_target_network(tmp_path, mode
         stored = [paths[i] for i in each.stored if paths[i].startswith(("ema/", "target/"))]
         is_edited = mode == "edited" and each.step == 3
         assert {path[:4] for path in stored} == ({"ema/"} if is_edited else set())
-    launch("restore", 1, tmp_path / "run", tmp_path / "restored", 4, worker)
-    for step in (2, 4):
-        restored = leaves(tmp_path / f"restored-restored{step}.npz")
-        assert restored == leaves(tmp_path / f"out-saved{step}.npz")
+    functions = {"ema": derived.average, "target": derived.hard_copy}
+    run = derived.dict_program(support.mesh_of((2, 2)), functions).run()
+    check(tmp_path / "run", tmp_path / "out", (2, 4), run=run)
 
 
 @pytest.mark.slow

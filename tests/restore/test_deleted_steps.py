@@ -68,7 +68,7 @@ class Deletion:
     """Deletes steps from one call on that a restore makes, at once or a file at each call."""
 
     def __init__(self, steps, begin, order):
-        self.calls, self._begin, self._is_busy = 0, begin, False
+        self.calls, self._begin, self._lock = 0, begin, threading.Lock()
         files = [path for step in steps for path in sorted(step.rglob("*")) if path.is_file()]
         if order == "last file first":
             files.reverse()
@@ -83,16 +83,19 @@ class Deletion:
     def __exit__(self, *_):
         sys.setprofile(None)
         threading.setprofile(None)
+        with self._lock:  # threads that go on keep calling
+            self._left = []
 
     def _called(self, _, event, function):
-        if event != "c_call" or self._is_busy or function.__name__ not in FILE_CALLS:
+        if event != "c_call" or function.__name__ not in FILE_CALLS:
+            return
+        if not self._lock.acquire(blocking=False):  # a call that deletes
             return
         self.calls += 1
         if self.calls >= self._begin and self._left:
-            self._is_busy = True
             path = self._left.pop(0)
             shutil.rmtree(path) if path.is_dir() else path.unlink()
-            self._is_busy = False
+        self._lock.release()
 
 
 def copied(root, tmp_path, name):

@@ -186,6 +186,7 @@ def test_processes_read_each_box_once_and_one_that_cannot_stops_all(saved, proce
     assert all("process 0 found its share damaged" in each for each in errors[1:])
 
 
+@pytest.mark.slow
 def test_one_process_alone_shares_nothing(saved, monkeypatch):
     def refuse(*_):
         raise AssertionError("one process has nobody to share with")

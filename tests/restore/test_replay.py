@@ -38,6 +38,7 @@ def restore(root, run, step):
         return manager.restore(step, args=adacheck.RestoreArgs(support.abstract(run.state)))
 
 
+@pytest.mark.slow
 def test_a_restore_leaves_no_objects_behind(saved):
     """An evaluator restores one step after another for weeks."""
     root, run, states = saved

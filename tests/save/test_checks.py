@@ -99,7 +99,7 @@ def projected(state, grads, chain):
     return state
 
 
-@pytest.mark.covering(1)
+@pytest.mark.covering(1, quick=1)
 @CHECKS
 @pytest.mark.parametrize("train_step", [halved, projected])
 def test_an_update_that_is_not_the_recorders_costs_the_leaves_that_it_changes(
@@ -476,6 +476,7 @@ def test_the_next_lineage_is_cautious_too(tmp_path):
     assert_all_restorable(tmp_path, saved, run.state)
 
 
+@pytest.mark.slow
 def test_caution_is_remembered_after_a_restart(tmp_path):
     run = run_of(projected)
     with manager_of(tmp_path, adacheck.AdaCheckHandler(run.recorder)) as manager:
@@ -491,6 +492,7 @@ def test_caution_is_remembered_after_a_restart(tmp_path):
     assert_all_restorable(tmp_path, saved, run.state)
 
 
+@pytest.mark.slow
 @pytest.mark.first(1)
 @CHECKS
 @pytest.mark.parametrize("when", ["before", "after", "before and after"])

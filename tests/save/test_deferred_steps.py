@@ -815,6 +815,7 @@ def test_no_step_is_recorded_behind_a_save_that_was_refused(tmp_path, monkeypatc
     assert_all_restorable(tmp_path, states, [3, 6], support.abstract(run.state))
 
 
+@pytest.mark.slow
 def test_copies_of_what_separate_update_returned_are_saved_and_not_recorded(tmp_path):
     recorder = adacheck.Recorder(optax.contrib.muon(1e-2))
     update = adacheck.separate_update(recorder)

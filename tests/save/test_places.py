@@ -55,6 +55,7 @@ def test_every_step_of_a_run_that_changes_at_any_time_is_restored(tmp_path, seed
     assert outcome.saved
 
 
+@pytest.mark.slow
 def test_a_state_in_numpy_whose_update_adds_up_elements_is_saved(tmp_path):
     """No device has it, so no device takes a sample of the sums' results."""
     outcome = places.run(stays("muon", "auto", "numpy", "one", each=2), tmp_path)

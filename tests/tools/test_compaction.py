@@ -36,7 +36,8 @@ def is_base(root: Any, step: int) -> bool:
     return isinstance(manifest_file.read(item(root, step)), BaseManifest)
 
 
-@pytest.mark.parametrize(("name", "step"), [("latest", 4), ("2", 2)])
+@pytest.mark.first(1, slow=2)
+@pytest.mark.parametrize(("name", "step"), [("2", 2), ("latest", 4)])
 def test_a_step_is_compacted_and_it_is_said_what_that_gave(tmp_path, name, step):
     trained, saved = saved_run(tmp_path, 4)
     before = identity.of_directory(tmp_path)

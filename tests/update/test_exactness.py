@@ -149,6 +149,7 @@ def added_up(updates, _):
 SUMS = optax.chain(optax.stateless(added_up), optax.adam(1e-3))
 
 
+@pytest.mark.slow
 @pytest.mark.first(1)
 def test_an_update_with_large_sums_in_the_train_steps_program_is_not_replayed(tmp_path, caplog):
     run = support.dict_run(mesh_of((4, 2)), SUMS)

@@ -127,9 +127,10 @@ def test_a_replay_adds_nothing_up_and_gives_the_bits():
 
 @pytest.mark.parametrize(
     ("shape", "axes"),
-    [((4, 2), AxisType.Auto), ((4, 2), AxisType.Explicit), ((1,), AxisType.Auto)],
+    [((4, 2), AxisType.Explicit), ((1,), AxisType.Auto), ((4, 2), AxisType.Auto)],
     ids=str,
 )
+@pytest.mark.first(2, slow=3)
 def test_words_lie_on_all_devices_alike(shape, axes):
     run = support.dict_run(mesh_of(shape, axes), SUMS["adafactor"])
     for _ in range(2):
@@ -171,6 +172,7 @@ def test_a_sample_checks_them_as_it_checks_others():
         assert update.pinned
 
 
+@pytest.mark.first(0, slow=2)
 @pytest.mark.parametrize("other", [(), (reductions.Slot(0, (3,), np.dtype(np.float32)),)])
 def test_a_run_of_a_release_that_recorded_other_results_or_none_goes_on(
     tmp_path, monkeypatch, other

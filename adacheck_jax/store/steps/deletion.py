@@ -82,16 +82,19 @@ def first_deleted(directories: Sequence[AnyPath], still_s: float = _STILL_S) -> 
         directories: their item directories.
         still_s: time after which a step stays that has not changed.
     """
-    before, since_s = None, time.monotonic()
+    before, since_s, looks = None, time.monotonic(), 0
+    pause_s = _LOOK_BY_REQUEST_S if at(directories[0]).looks_cost else _LOOK_S
     while True:
         found = [_files(each) for each in directories]
         if None in found:
             return directories[found.index(None)]
         if found != before:
-            before, since_s = found, time.monotonic()
-        if time.monotonic() - since_s >= still_s:
+            before, since_s, looks = found, time.monotonic(), 0
+        # On a machine that is busy for others the deletion stands still, and so do the looks.
+        if time.monotonic() - since_s >= still_s and 2 * looks * pause_s >= still_s:
             return None
-        time.sleep(_LOOK_BY_REQUEST_S if at(directories[0]).looks_cost else _LOOK_S)
+        looks += 1
+        time.sleep(pause_s)
 
 
 def _files(item_directory: AnyPath) -> frozenset[str] | None:

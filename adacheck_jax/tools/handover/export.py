@@ -87,10 +87,7 @@ def export(
     path = destination.checked(target, root)
     if wanted is Format.SAFETENSORS:
         formats.check_safetensors()
-    if sources.is_published(root):
-        opened = sources.version_source(root, number)
-    else:
-        opened = sources.step_source(root, number, item)
+    opened = sources.source_of(root, number, item)
     with destination.temporary(path) as made:
         with opened as source:
             indices = source.params if params_only else range(len(source.leaves))

@@ -142,9 +142,13 @@ def _stored(directory: AnyPath, leaf: Leaf, by_path: Any, fingerprint: int) -> n
     ) from cause
 
 
-def is_published(root: AnyPath) -> bool:
-    """True if a root is one of published weights, and no checkpoint root."""
-    return (at(root) / VERSIONS).is_folder
+def source_of(
+    root: AnyPath, number: int | None, item: str | None
+) -> contextlib.AbstractContextManager[Source]:
+    """A version, if a root is one of published weights; else a step."""
+    if (at(root) / VERSIONS).is_folder:
+        return version_source(root, number)
+    return step_source(root, number, item)
 
 
 @contextlib.contextmanager
