@@ -70,6 +70,7 @@ def loops_of(monkeypatch):
 
 def saves(*steps: int) -> Callable[[Lockstep], Any]:
     def loop(manager: Lockstep) -> Any:
+        told: dict[str, Any] = {}
         for step in steps:
             manager.begin()
             told = manager.decided(lambda n=step: {"saved": n}, f"save({step})")

@@ -7,8 +7,7 @@ service, as reports of shares do: one value written by process 0 and read by eac
 
 Behind a call of the training loop comes a collective of Orbax, so none enters it before all have
 made the same call (:mod:`~adacheck_jax.adapter.coordination.calls`). Each tells its own and reads
-those of all others, which takes no longer than the slowest one needs to come; of many processes the
-first reads them for all, and then tells.
+those of all others; of many processes the first one reads them for all, and then tells.
 """
 
 # Threads: the training loop's; but for commit and fail, which Orbax's threads call about the save
