@@ -18,6 +18,7 @@ from typing import Any
 
 from adacheck_jax.format.boxes import Box
 from adacheck_jax.format.fingerprint import combine
+from adacheck_jax.proof import holdings
 from adacheck_jax.proof.holdings import Boxes, Held
 
 _MOST_WAYS = 1 << 12
@@ -156,6 +157,21 @@ def missing_leaves(held: Iterable[Boxes], sizes: Sequence[int]) -> list[int]:
 
 Prints = Mapping[int, Mapping[Box, int]]
 """Fingerprints of boxes, by leaf index."""
+
+
+def prints_to_json(prints: Prints) -> Any:
+    """A description that :func:`prints_of_json` reads."""
+    return [[holdings.to_json({i: tuple(boxes)}), [*boxes.values()]] for i, boxes in prints.items()]
+
+
+def prints_of_json(found: Any) -> dict[int, dict[Box, int]]:
+    """The fingerprints of a description."""
+    told = [(holdings.of_json(boxes), values) for boxes, values in found]
+    return {
+        i: dict(zip(each, values, strict=True))
+        for boxes, values in told
+        for i, each in boxes.items()
+    }
 
 
 def right_prints(found: Iterable[Prints], sums: Sequence[int]) -> dict[int, dict[Box, int]]:

@@ -2,6 +2,8 @@
 
 Each process offers what the files that it found hold; all agree on one step; each brings its files
 to it, and leaves out what has changed since it was folded; all agree who gives which box to whom.
+Where files have a box with different bits, and no process knows by itself which are right, those
+are taken with which the leaf has its fingerprint.
 What is not whole at any of these points is refused, and storage serves: never a mixture of steps.
 """
 
@@ -19,7 +21,7 @@ from adacheck_jax.device import transfer
 from adacheck_jax.device.trees import PyTree
 from adacheck_jax.format.boxes import Blocks, Box
 from adacheck_jax.proof import agreement, holdings, shadow
-from adacheck_jax.proof.agreement import Choice, Offer, OfferedStep
+from adacheck_jax.proof.agreement import Choice, Offer, OfferedStep, Prints
 from adacheck_jax.proof.files.record_log import RecordLog
 from adacheck_jax.proof.files.shadow_file import ShadowFileError
 from adacheck_jax.proof.files.step_file import Found, FoundFile, Recorded, StepFile
@@ -190,6 +192,21 @@ def _chosen(
 
 
 @dataclass(frozen=True, slots=True)
+class _Taken:
+    """A file that was brought to the step.
+
+    Attributes:
+        file: itself.
+        found: what it holds.
+        good: the boxes in it of which nothing tells that they changed.
+    """
+
+    file: _File
+    found: Found
+    good: Boxes
+
+
+@dataclass(frozen=True, slots=True)
 class _Parts:
     """The boxes that this process has of a step, and who gives which box.
 
@@ -210,26 +227,23 @@ def _brought(
     structure: Structure, files: Sequence[_File], choice: Choice, peers: Together
 ) -> _Parts:
     """The parts of the step that this process has, and who gives which box."""
-    blocks, held, found_records = dict[int, Blocks](), list[Boxes](), list[Sequence[Recorded]]()
-    kinds = set[str]()
+    taken = list[_Taken]()
     for each in files:
         offered = [x for x in each.offer.steps if x.step == choice.step]
         if each.offer.run != choice.run or not offered:
             continue
         try:
-            good, found = _resumed(each, offered[0])
+            taken.append(_resumed(each, offered[0]))
         except Exception as error:  # nothing that is wrong with one copy costs the step
             _log.warning("%s: its part of the state is not taken: %s", each.path, error)
-            continue
-        held.append(good)
-        kinds.add(each.journal.kind)
-        _join(blocks, _of_boxes(good, found.blocks))
-        found_records.append([replace(x, blocks=_of_boxes(good, x.blocks)) for x in found.records])
     sizes = [leaf.nbytes // leaf.itemsize_bytes for leaf in structure.leaves]
 
     def judge(reports: Sequence[Report]) -> Report:
+        prints = [agreement.prints_of_json(x) for each in reports for x in each["prints"]]
+        right = agreement.right_prints(prints, choice.sums)
+        told = iter(prints)
         every = {
-            process: [Held.of_json(x).own for x in each["held"]]
+            process: [_right(Held.of_json(x).own, next(told), right) for x in each["held"]]
             for process, each in enumerate(reports)
         }
         lost = agreement.missing_leaves([x for each in every.values() for x in each], sizes)
@@ -244,6 +258,7 @@ def _brought(
         return {
             "heads": heads[0],
             "kinds": every_kind,
+            "right": agreement.prints_to_json(right),
             "givers": [
                 [giver, holdings.to_json({i: (box,)})]
                 for i, boxes in chosen.items()
@@ -251,9 +266,12 @@ def _brought(
             ],
         }
 
-    heads = [[x.head for x in each] for each in found_records]
-    told = [Held(x).to_json() for x in held]
-    own = {"held": told, "heads": heads, "kinds": [*kinds]}
+    own = {
+        "held": [Held(each.good).to_json() for each in taken],
+        "prints": [agreement.prints_to_json(each.found.prints) for each in taken],
+        "heads": [[x.head for x in each.found.records] for each in taken],
+        "kinds": [*{each.file.journal.kind for each in taken}],
+    }
     answer = peers.agree(own, judge)
     if "why" in answer:
         raise ShadowFileError(answer["why"])
@@ -261,10 +279,14 @@ def _brought(
     for giver, told in answer["givers"]:
         for i, (box,) in holdings.of_json(told).items():
             givers.setdefault(i, {})[box] = giver
-    records = [Recorded.of(head, {}) for head in answer["heads"]]
-    for each in found_records:
-        for into, own in zip(records, each, strict=True):
-            _join(into.blocks, own.blocks)
+    right = agreement.prints_of_json(answer["right"])
+    blocks, records = dict[int, Blocks](), [Recorded.of(head, {}) for head in answer["heads"]]
+    for each in taken:
+        good = _right(each.good, each.found.prints, right)
+        _tell_changed(each.file, each.good, good)
+        _join(blocks, _of_boxes(good, each.found.blocks))
+        for into, own in zip(records, each.found.records, strict=True):
+            _join(into.blocks, _of_boxes(good, own.blocks))
     return _Parts(blocks, records, givers, answer["kinds"] == [RecordLog.kind])
 
 
@@ -279,17 +301,32 @@ def _join(into: Any, found: Mapping[int, Blocks]) -> None:
         into.setdefault(i, {}).update(own)
 
 
-def _resumed(file: _File, offered: OfferedStep) -> tuple[Boxes, Found]:
-    """Brings a file to a step: the boxes that are as they were when they were folded, and all."""
+def _resumed(file: _File, offered: OfferedStep) -> _Taken:
+    """Brings a file to a step."""
     file.journal.ready()
-    found, good = file.journal.resume(offered.step), file.offer.boxes(offered)
-    if wrong := found.changed:
+    found, every = file.journal.resume(offered.step), file.offer.boxes(offered)
+    good = {i: tuple(x for x in own if (i, x) not in found.changed) for i, own in every.items()}
+    _tell_changed(file, every, good)
+    return _Taken(file, found, good)
+
+
+def _right(boxes: Boxes, prints: Prints, right: Prints) -> Boxes:
+    """The boxes that do not have other fingerprints than the right ones."""
+    return {
+        i: tuple(x for x in own if x not in right[i] or prints[i][x] == right[i][x])
+        if i in right
+        else own
+        for i, own in boxes.items()
+    }
+
+
+def _tell_changed(file: _File, every: Boxes, good: Boxes) -> None:
+    """Warns of the boxes of a file that are not taken."""
+    if count := sum(len(boxes) - len(good[i]) for i, boxes in every.items()):
         _log.warning(
             "%s: %d parts of the state have changed since they were stored: copies are taken.",
-            *(file.path, len(wrong)),
+            *(file.path, count),
         )
-        good = {i: tuple(x for x in own if (i, x) not in wrong) for i, own in good.items()}
-    return good, found
 
 
 def _delivered(

@@ -96,6 +96,8 @@ def watch() -> None:
             *more: Any,
             **options: Any,
         ) -> None:
+            if given.get("unfolded") and more:
+                return  # as where it is killed before it tells
             pause()
             begin(self, step, updates, sums, passed, *more, **options)
             tell("stored" if passed is None else "passed", step)

@@ -186,3 +186,16 @@ def test_a_bit_that_changes_in_a_record_costs_the_box_alone(tmp_path):
     assert again["recovered"] == [last_state(told)] * 2
     (changed,) = again["changed"]
     assert "2 parts of the state have changed since they were stored" in " ".join(changed)
+
+
+@pytest.mark.slow
+def test_a_bit_that_changes_before_a_step_is_folded_costs_the_box_alone(tmp_path):
+    told = run(tmp_path, 2, "replicated", 6, unfolded=True, recorded=0.0)
+    (path,) = (tmp_path / "memory/1").iterdir()
+    memory = np.memmap(path, np.uint8, "r+")
+    used = np.flatnonzero(memory)
+    memory[used[len(used) // 4 : -3000 : 40_000]] ^= 1
+    memory.flush()
+    again = run(tmp_path, 2, "replicated", 7)
+    assert again["recovered"] == [last_state(told)] * 2
+    assert "of the state have changed since they were stored" in " ".join(again["changed"][0])

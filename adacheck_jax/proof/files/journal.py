@@ -153,19 +153,18 @@ class Journal(StepFile):
         for i in self._put_after:
             fold.put(i, self.own(i))
         blocks = self._blocks()
-        changed = self._changed(blocks, header.get("folded") or {})
-        return Found(header["step"], blocks, header["sums"], changed)
-
-    def _changed(
-        self, blocks: Mapping[int, Blocks], folded: Mapping[str, Sequence[int]]
-    ) -> frozenset[tuple[int, Box]]:
-        """The boxes whose fingerprints are not those of when they had been folded."""
-        return frozenset(
+        prints = {
+            i: {box: fingerprint_of(block, box.start) for box, block in each.items()}
+            for i, each in blocks.items()
+        }
+        folded = {int(i): sums for i, sums in (header.get("folded") or {}).items()}
+        changed = frozenset(
             (i, box)
-            for i, sums in ((int(key), each) for key, each in folded.items())
+            for i, sums in folded.items()
             for box, expected in zip(self._held.boxes(i), sums, strict=True)
-            if fingerprint_of(blocks[i][box], box.start) != expected
+            if prints[i][box] != expected
         )
+        return Found(header["step"], blocks, header["sums"], changed, prints)
 
     def _blocks(self) -> Mapping[int, Blocks]:
         """All boxes that the file holds for sure."""

@@ -189,7 +189,7 @@ class RecordLog(StepFile):
             places, self._end = self._placed(leaves, begin)
             records.append(replace(told, blocks=self._views(places)))
             changed |= self._changed(records[-1].blocks, begin)
-        return Found(header["step"], state, header["sums"], changed, records)
+        return Found(header["step"], state, header["sums"], changed, records=records)
 
 
 def _sums_of(blocks: Mapping[int, Blocks]) -> Sums:

@@ -6,7 +6,7 @@ import hashlib
 import json
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from collections.abc import Set as AbstractSet
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -135,6 +135,7 @@ class Found:
         sums: the fingerprint of each leaf, or what the file's process contributes to it.
         changed: boxes of which bits have changed since they were stored or folded, as far as a
             fingerprint of them is known.
+        prints: fingerprints of the boxes as they are; none where all that changed is known.
         records: the steps between the state in the blocks and this one, to be replayed.
     """
 
@@ -142,6 +143,7 @@ class Found:
     blocks: Mapping[int, Blocks]
     sums: Sequence[int]
     changed: AbstractSet[tuple[int, Box]] = frozenset()
+    prints: Mapping[int, Mapping[Box, int]] = field(default_factory=dict)
     records: Sequence[Recorded] = ()
 
 
