@@ -21,6 +21,7 @@ import copy
 import dataclasses
 import functools
 import hashlib
+import logging
 import time
 from collections import OrderedDict, deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -42,6 +43,10 @@ from adacheck_jax.errors import AdaCheckError, ReplayError, StorageError, first_
 from adacheck_jax.save.attempt import Report
 from adacheck_jax.save.one_save import is_refusal
 
+_log = logging.getLogger(__name__)
+
+_TOLD_AFTER_S = 30.0
+"""Wait in a call of all processes after which it is told."""
 _REMEMBERED = 1000
 """Number of directories of which the number of saves is known."""
 _KEPT_BARRIERS = 64
@@ -126,6 +131,7 @@ class ServiceExchange:
         self._patience, self._loss = patience, " The step is not saved." if is_save else ""
         self._gathered: dict[str, Sequence[Report]] = {}
         self.calls: Calls | None = None
+        self._has_told = False
 
     def agree(
         self,
@@ -278,6 +284,7 @@ class ServiceExchange:
                 first = next(iter(waiting))
                 told = {first: self._processes.get(first, self._patience.look_s)}
             is_in_vain = True
+            self._tell_waiting([*waiting.values()], until_s - self._patience.report_s)
             for key in [*waiting]:
                 if (data := told.get(key)) is not None:
                     is_in_vain, report = False, unpacked(data)
@@ -292,6 +299,7 @@ class ServiceExchange:
     def _answer(self, topic: str, is_over: Callable[[], bool], before: str) -> Report:
         key, until_s = self._answer_key(topic), time.monotonic() + self._patience.answer_s
         while (answer := self._get(key, self._patience.look_s)) is None:
+            self._tell_waiting([0], until_s - self._patience.answer_s)
             self._check({key: 0}, until_s, is_over)
             self._check_not_past(topic, before, [0])
         if "error" in answer:
@@ -322,6 +330,17 @@ class ServiceExchange:
                 f"{self._loss} Check that all processes save the same steps to the same path, and "
                 "that the storage answers."
             )
+
+    def _tell_waiting(self, waiting: Sequence[int], begin_s: float) -> None:
+        """Warns once where a call of all processes waits for some of them for long."""
+        if self.calls is None or self._has_told or time.monotonic() - begin_s < _TOLD_AFTER_S:
+            return
+        self._has_told = True
+        _log.warning(
+            "%s: has waited for %s for %.0f s, which lives and did not call yet. All processes "
+            "have to call alike: save, record, restore and recover the same steps.",
+            *(self._where, _named(waiting), _TOLD_AFTER_S),
+        )
 
     def _check_not_past(self, topic: str, before: str, waiting: Sequence[int]) -> None:
         """Raises if a process failed, or went on, to what comes after this topic."""

@@ -143,6 +143,15 @@ class TrainingRun:
         self._restorer = StepRestorer(self.stock, self._recorders, options.params_path, clock)
 
     @property
+    def described(self) -> str:
+        """The options without which processes wait for each other in vain, in words."""
+        shadow = self._options.shadow
+        if shadow is None or shadow.directory is None:
+            return "a handler without Shadow(directory=...)"
+        kept = f"copies={shadow.copies}, records={shadow.records}"
+        return f"a handler with Shadow(directory=..., {kept})"
+
+    @property
     def has_recorder(self) -> bool:
         """True if it may go on to train."""
         return bool(self._recorders)
@@ -371,7 +380,7 @@ class TrainingRun:
                 'shadow=Shadow(directory="/dev/shm/...")).'
             )
         there, known, begin_s = located(str(root)), None, self._clock()
-        peers = RecoveringProcesses(there)
+        peers = RecoveringProcesses(there, self.calls)
         try:
             found = found_files(str(self._options.shadow_directory), _told_root(there), item)
             name = peers.item(found, item)

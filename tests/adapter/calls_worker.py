@@ -1,10 +1,12 @@
 """One of several processes, of which one calls otherwise than the others.
 
-Usage: calls_worker.py HERE.OTHER[.away] PROCESS PROCESSES PORT ROOT OUT DEVICES
+Usage: calls_worker.py HERE.OTHER[.away|.apart|.alone] PROCESS PROCESSES PORT ROOT OUT DEVICES
 
 Two steps are saved and one is recorded. Then process 0 calls HERE and all others OTHER, which are
 ``save4``, ``record4`` or the like, and all save and record steps behind that. With ``away`` storage
-does not take the second step before the manager is closed. Writes the states, and the errors.
+does not take the second step before the manager is closed; with ``apart`` each process keeps its
+memory in another way, and with ``alone`` process 0 alone keeps any, and looks there first. Writes
+the states, and the errors.
 """
 
 from __future__ import annotations
@@ -36,15 +38,26 @@ errors: list[str] = []
 def call(name: str) -> None:
     kind, step = name[:-1], int(name[-1])
     try:
-        if kind == "record":
-            assert manager.handler.record_step(run.state, step)
+        if kind == "newest":
+            assert manager.restore_newest(run.state) is None
+        elif kind == "record":
+            assert manager.handler.record_step(run.state, step) or errors
         else:
             assert manager.save(step, args=adacheck.SaveArgs(run.state))
     except adacheck.AdaCheckError as error:
         errors.append(f"{name}: {error}")
 
 
-with adacheck.checkpoint_manager(own.root, run.recorder, max_to_keep=None) as manager:
+shadow: adacheck.Shadow | None = adacheck.Shadow()
+if "apart" in options:
+    shadow = adacheck.Shadow(directory=f"{own.out}-memory{own.process}", copies=own.process)
+if "alone" in options and own.process == 0:
+    shadow = adacheck.Shadow(directory=f"{own.out}-memory")
+with adacheck.checkpoint_manager(
+    own.root, run.recorder, max_to_keep=None, shadow=shadow
+) as manager:
+    if "alone" in options:
+        call("newest0")
     for name in ("save1", "save2", "record3", ""):
         run.advance()
         write(run.state, f"saved{run.count}")
@@ -54,7 +67,7 @@ with adacheck.checkpoint_manager(own.root, run.recorder, max_to_keep=None) as ma
             outage.PATIENCE_S = 0.0
         if name:
             call(name)
-    assert not errors, errors
+    assert not errors or {"apart", "alone"} & {*options}, errors
     for name in (other if own.process else here, "save6", "record7"):
         call(name)
     storage.come_back()

@@ -48,6 +48,8 @@ class Loops:
 
         def of(index: int) -> Any:
             self._here.index = index
+            if not self.managers[index].calls.key:
+                self.managers[index].introduce("a handler")
             return every[index](self.managers[index])
 
         with ThreadPoolExecutor(len(every)) as pool:
@@ -121,6 +123,18 @@ def test_calls_that_differ_are_named_in_all(loops_of, monkeypatch, here, others,
     (told,) = raised(loops_of(count).run(here, others))
     first, second = names
     assert re.search(rf"found {first} in process 0 where process [12] called {second}\.", told)
+
+
+def test_who_waits_for_long_says_for_whom(loops_of, monkeypatch, caplog):
+    monkeypatch.setattr(processes, "_TOLD_AFTER_S", 0.0)
+
+    def late(manager: Lockstep) -> Any:
+        while "has waited for process 1 " not in caplog.text:
+            time.sleep(0.01)
+        return saves(2)(manager)
+
+    found = loops_of(2).run(saves(2), late)
+    assert [each.result() for each in found] == [2, 2]
 
 
 @pytest.mark.parametrize("differing", [0, 1, 2])
@@ -235,3 +249,28 @@ def test_real_processes_raise_and_lose_nothing_that_all_had(tmp_path, mode, call
             state = manager.restore(step, args=adacheck.RestoreArgs(target))
             bits = [np.asarray(leaf).tobytes() for leaf in jax.tree.leaves(state)]
             assert bits == leaves(Path(f"{out}-saved{step}.npz")), step
+
+
+@pytest.mark.slow
+@pytest.mark.first(1)
+def test_real_processes_raise_where_they_keep_memory_in_different_ways(tmp_path):
+    out = tmp_path / "out"
+    launch("save4.save4.apart", 2, tmp_path / "root", out, 1, WORKER)
+    one, other = (f"a handler with Shadow(directory=..., copies={n}, records=None)" for n in (0, 1))
+    text = f"found {one} in process 0 where process 1 called {other}."
+    for n in range(2):
+        errors = Path(f"{out}-errors{n}").read_text().splitlines()
+        assert errors[0].startswith("save1: ")
+        assert all(text in each for each in errors), errors
+
+
+@pytest.mark.slow
+@pytest.mark.first(1)
+def test_who_alone_keeps_memory_does_not_wait_for_the_others_there(tmp_path):
+    out = tmp_path / "out"
+    launch("save4.save4.alone", 2, tmp_path / "root", out, 1, WORKER)
+    text = "where process 1 called a handler without Shadow(directory=...)."
+    for n, first in enumerate(("newest0: ", "save1: ")):
+        errors = Path(f"{out}-errors{n}").read_text().splitlines()
+        assert errors[0].startswith(first)
+        assert all(text in each for each in errors), errors

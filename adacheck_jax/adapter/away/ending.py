@@ -45,6 +45,7 @@ class EndingManager(RestoringManager):
         handler.run.keeps_refused = goes_on
         self._together = Lockstep(root)
         handler.run.calls = self._together.calls
+        self._together.introduce(handler.run.described)
         self._failure: BaseException | None = None
         self._is_stale = False
         if goes_on and not is_alone:

@@ -45,11 +45,15 @@ class Lockstep:
         self.longest_s: float | None = None
         self.calls, self._are_alike = Calls(directory), True
 
+    def introduce(self, described: str) -> None:
+        """Tells the options that all processes must have alike, before their first calls."""
+        self.calls.note(described)
+        processes.watch(self.calls)
+
     def begin(self) -> None:
         """Begins a save: what was told before has been heard by all, once all have begun it."""
         self._past, self._number = self._exchange, 0
         self._exchange = processes.exchange(f"{self._directory}: saves", is_save=False)
-        processes.watch(self.calls)
 
     def begin_anew(self) -> None:
         """Begins what all do after their calls differed, whatever each has told before."""

@@ -10,6 +10,7 @@ import jax
 import numpy as np
 
 from adacheck_jax.adapter import processes
+from adacheck_jax.adapter.coordination.calls import Calls
 from adacheck_jax.device.sharding import holders_of
 from adacheck_jax.format.boxes import Blocks, Box, cuts_of
 from adacheck_jax.proof.files import step_file
@@ -37,11 +38,13 @@ class RecoveringProcesses:
 
     Args:
         root: root of the steps.
+        calls: calls of this process, which it compares while it waits.
     """
 
-    def __init__(self, root: AnyPath) -> None:
+    def __init__(self, root: AnyPath, calls: Calls) -> None:
         self._root = root
-        self._exchange = processes.exchange(f"{root} in memory")
+        exchange = processes.exchange(f"{root} in memory")
+        self._exchange = exchange and exchange.watching(calls)
         self._count, self._last = 0, self._exchange
 
     def agree(self, own: Report, judge: Callable[[Sequence[Report]], Report]) -> Report:
