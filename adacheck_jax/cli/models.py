@@ -75,7 +75,10 @@ def _show_survival(survival: Survival, report: RedundancyReport) -> None:
     domains = counted(count, "failure domain")
     print_text(f"\nIn the memory of hosts, Shadow(directory=..., copies={copies}), {domains}:\n")
     if survival.problem:
-        print_text(f"nothing; every failure needs storage, because {survival.problem}")
+        print_text(
+            f"no state, because {survival.problem}; where devices can replay the update, a base "
+            "and the records since, which this does not plan"
+        )
         return
     sent = ": copies are sent" if survival.wire_bytes else ""
     kinds = (

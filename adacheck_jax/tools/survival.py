@@ -48,7 +48,7 @@ class Survival:
     Attributes:
         domain_count: number of failure domains.
         copies: number of copies of each box that is wanted.
-        problem: reason why memory keeps nothing; empty if it does, else all below is zero.
+        problem: reason why memory keeps no state; empty if it does, else all below is zero.
         full: leaves that other failure domains hold all of.
         partial: leaves that they hold a part of.
         none: leaves that they hold nothing of.
