@@ -337,8 +337,8 @@ class ServiceExchange:
             return
         self._has_told = True
         _log.warning(
-            "%s: has waited for %s for %.0f s, which lives and did not call yet. All processes "
-            "have to call alike: save, record, restore and recover the same steps.",
+            "%s: has waited for the same call of %s for %.0f s. All processes have to call alike: "
+            "save, record, restore and recover the same steps.",
             *(self._where, _named(waiting), _TOLD_AFTER_S),
         )
 

@@ -18,8 +18,7 @@ from typing import Any
 
 from adacheck_jax.format.boxes import Box
 from adacheck_jax.format.fingerprint import combine
-from adacheck_jax.proof import holdings
-from adacheck_jax.proof.holdings import Boxes, Held
+from adacheck_jax.proof.holdings import Boxes, Held, OfBoxes
 
 _MOST_WAYS = 1 << 12
 """Ways to add up the fingerprints of a leaf's boxes that are tried."""
@@ -155,30 +154,11 @@ def missing_leaves(held: Iterable[Boxes], sizes: Sequence[int]) -> list[int]:
     ]
 
 
-Prints = Mapping[int, Mapping[Box, int]]
-"""Fingerprints of boxes, by leaf index."""
-
-
-def prints_to_json(prints: Prints) -> Any:
-    """A description that :func:`prints_of_json` reads."""
-    return [[holdings.to_json({i: tuple(boxes)}), [*boxes.values()]] for i, boxes in prints.items()]
-
-
-def prints_of_json(found: Any) -> dict[int, dict[Box, int]]:
-    """The fingerprints of a description."""
-    told = [(holdings.of_json(boxes), values) for boxes, values in found]
-    return {
-        i: dict(zip(each, values, strict=True))
-        for boxes, values in told
-        for i, each in boxes.items()
-    }
-
-
-def right_prints(found: Iterable[Prints], sums: Sequence[int]) -> dict[int, dict[Box, int]]:
-    """Which of several fingerprints of a box are right, as those of a leaf's boxes add up.
+def right_sums(found: Iterable[OfBoxes], sums: Sequence[int]) -> OfBoxes:
+    """Those of several fingerprints of a box that are right, as those of a leaf's boxes add up.
 
     Args:
-        found: what lies in each file.
+        found: fingerprints of the boxes in each file.
         sums: fingerprint of each leaf.
 
     Returns:
@@ -187,21 +167,22 @@ def right_prints(found: Iterable[Prints], sums: Sequence[int]) -> dict[int, dict
     """
     told: dict[int, dict[Box, set[int]]] = {}
     for each in found:
-        for i, boxes in each.items():
-            for box, value in boxes.items():
-                told.setdefault(i, {}).setdefault(box, set()).add(value)
-    right = dict[int, dict[Box, int]]()
+        for (i, box), value in each.items():
+            told.setdefault(i, {}).setdefault(box, set()).add(value)
+    right: OfBoxes = {}
     for i, boxes in told.items():
-        ways = math.prod(map(len, boxes.values()))
-        if 1 < ways <= _MOST_WAYS:
-            every = itertools.product(*map(sorted, boxes.values()))
-            values = next((x for x in every if combine(x) == sums[i]), ())
-            found_of = dict(zip(boxes, values, strict=False))
-            right[i] = {box: x for box, x in found_of.items() if len(boxes[box]) > 1}
-    return {i: boxes for i, boxes in right.items() if boxes}
+        torn = {box: values for box, values in boxes.items() if len(values) > 1}
+        if not torn or math.prod(map(len, torn.values())) > _MOST_WAYS:
+            continue
+        alike = combine([value for box in boxes.keys() - torn for value in boxes[box]])
+        for values in itertools.product(*torn.values()):
+            if combine([alike, *values]) == sums[i]:
+                right |= {(i, box): x for box, x in zip(torn, values, strict=True)}
+                break
+    return right
 
 
-def givers(held: Mapping[int, Sequence[Boxes]]) -> dict[int, dict[Box, int]]:
+def givers(held: Mapping[int, Sequence[Boxes]]) -> OfBoxes:
     """The process that gives each box of each leaf: of several that have it one with few so far.
 
     Args:
@@ -214,9 +195,9 @@ def givers(held: Mapping[int, Sequence[Boxes]]) -> dict[int, dict[Box, int]]:
                 for box in each:
                     has.setdefault((i, box), []).append(process)
     load = dict.fromkeys(held, 0)
-    found: dict[int, dict[Box, int]] = {}
+    found: OfBoxes = {}
     for (i, box), able in sorted(has.items(), key=lambda pair: (len(pair[1]), pair[0])):
         giver = min(able, key=lambda each: (load[each], each))
         load[giver] += box.size
-        found.setdefault(i, {})[box] = giver
+        found[i, box] = giver
     return found

@@ -28,6 +28,8 @@ from adacheck_jax.update.elements.pieces import Pieces
 
 Boxes = Mapping[int, tuple[Box, ...]]
 """Boxes of each leaf, by leaf index."""
+OfBoxes = dict[tuple[int, Box], int]
+"""A number of each box, by leaf index and box: its fingerprint, or who gives it."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -350,6 +352,16 @@ def to_json(boxes: Boxes) -> Any:
     return {
         str(i): [[*zip(b.start, b.stop, strict=True)] for b in each] for i, each in boxes.items()
     }
+
+
+def numbers_to_json(numbers: OfBoxes) -> Any:
+    """A description that :func:`numbers_of_json` reads."""
+    return [[to_json({i: (box,)}), number] for (i, box), number in numbers.items()]
+
+
+def numbers_of_json(found: Any) -> OfBoxes:
+    """The numbers of a description."""
+    return {(i, box): number for told, number in found for i, (box,) in of_json(told).items()}
 
 
 def of_json(found: Any) -> dict[int, tuple[Box, ...]]:

@@ -9,8 +9,9 @@ What is not whole at any of these points is refused, and storage serves: never a
 
 from __future__ import annotations
 
+import itertools
 import logging
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Protocol
 
@@ -21,11 +22,11 @@ from adacheck_jax.device import transfer
 from adacheck_jax.device.trees import PyTree
 from adacheck_jax.format.boxes import Blocks, Box
 from adacheck_jax.proof import agreement, holdings, shadow
-from adacheck_jax.proof.agreement import Choice, Offer, OfferedStep, Prints
+from adacheck_jax.proof.agreement import Choice, Offer, OfferedStep
 from adacheck_jax.proof.files.record_log import RecordLog
 from adacheck_jax.proof.files.shadow_file import ShadowFileError
 from adacheck_jax.proof.files.step_file import Found, FoundFile, Recorded, StepFile
-from adacheck_jax.proof.holdings import Boxes, Held
+from adacheck_jax.proof.holdings import Boxes, Held, OfBoxes
 from adacheck_jax.save.attempt import Report
 from adacheck_jax.save.line.planner import Planner
 from adacheck_jax.save.recovered import (
@@ -236,58 +237,54 @@ def _brought(
             taken.append(_resumed(each, offered[0]))
         except Exception as error:  # nothing that is wrong with one copy costs the step
             _log.warning("%s: its part of the state is not taken: %s", each.path, error)
-    sizes = [leaf.nbytes // leaf.itemsize_bytes for leaf in structure.leaves]
-
-    def judge(reports: Sequence[Report]) -> Report:
-        prints = [agreement.prints_of_json(x) for each in reports for x in each["prints"]]
-        right = agreement.right_prints(prints, choice.sums)
-        told = iter(prints)
-        every = {
-            process: [_right(Held.of_json(x).own, next(told), right) for x in each["held"]]
-            for process, each in enumerate(reports)
-        }
-        lost = agreement.missing_leaves([x for each in every.values() for x in each], sizes)
-        if lost:
-            path = structure.leaves[lost[0]].path
-            return {"why": f"step {choice.step}: no whole copy of {path} is left"}
-        heads = [x for each in reports for x in each["heads"]]
-        every_kind = sorted({x for each in reports for x in each["kinds"]})
-        if any(each != heads[0] for each in heads) or len(every_kind) > 1:
-            return {"why": f"step {choice.step}: its files have other records"}
-        chosen = agreement.givers(every)
-        return {
-            "heads": heads[0],
-            "kinds": every_kind,
-            "right": agreement.prints_to_json(right),
-            "givers": [
-                [giver, holdings.to_json({i: (box,)})]
-                for i, boxes in chosen.items()
-                for box, giver in boxes.items()
-            ],
-        }
-
     own = {
         "held": [Held(each.good).to_json() for each in taken],
-        "prints": [agreement.prints_to_json(each.found.prints) for each in taken],
+        "sums": [holdings.numbers_to_json(each.found.box_sums) for each in taken],
         "heads": [[x.head for x in each.found.records] for each in taken],
         "kinds": [*{each.file.journal.kind for each in taken}],
     }
-    answer = peers.agree(own, judge)
+    answer = peers.agree(own, lambda reports: _judged(structure, choice, reports))
     if "why" in answer:
         raise ShadowFileError(answer["why"])
     givers = dict[int, dict[Box, int]]()
-    for giver, told in answer["givers"]:
-        for i, (box,) in holdings.of_json(told).items():
-            givers.setdefault(i, {})[box] = giver
-    right = agreement.prints_of_json(answer["right"])
+    for (i, box), giver in holdings.numbers_of_json(answer["givers"]).items():
+        givers.setdefault(i, {})[box] = giver
+    right = holdings.numbers_of_json(answer["right"])
     blocks, records = dict[int, Blocks](), [Recorded.of(head, {}) for head in answer["heads"]]
     for each in taken:
-        good = _right(each.good, each.found.prints, right)
+        good = _right(each.good, each.found.box_sums, right)
         _tell_changed(each.file, each.good, good)
         _join(blocks, _of_boxes(good, each.found.blocks))
         for into, own in zip(records, each.found.records, strict=True):
             _join(into.blocks, _of_boxes(good, own.blocks))
     return _Parts(blocks, records, givers, answer["kinds"] == [RecordLog.kind])
+
+
+def _judged(structure: Structure, choice: Choice, reports: Sequence[Report]) -> Report:
+    """Who gives which box, of what all processes have of the step; or why it cannot be had."""
+    sums = [[holdings.numbers_of_json(x) for x in each["sums"]] for each in reports]
+    right = agreement.right_sums(itertools.chain(*sums), choice.sums)
+    every = {
+        process: [
+            _right(Held.of_json(held).own, own, right)
+            for held, own in zip(each["held"], sums[process], strict=True)
+        ]
+        for process, each in enumerate(reports)
+    }
+    sizes = [leaf.nbytes // leaf.itemsize_bytes for leaf in structure.leaves]
+    if lost := agreement.missing_leaves(itertools.chain(*every.values()), sizes):
+        path = structure.leaves[lost[0]].path
+        return {"why": f"step {choice.step}: no whole copy of {path} is left"}
+    heads = [x for each in reports for x in each["heads"]]
+    kinds = sorted({x for each in reports for x in each["kinds"]})
+    if any(each != heads[0] for each in heads) or len(kinds) > 1:
+        return {"why": f"step {choice.step}: its files have other records"}
+    return {
+        "heads": heads[0],
+        "kinds": kinds,
+        "right": holdings.numbers_to_json(right),
+        "givers": holdings.numbers_to_json(agreement.givers(every)),
+    }
 
 
 def _of_boxes(boxes: Boxes, found: Mapping[int, Blocks]) -> dict[int, Blocks]:
@@ -305,19 +302,19 @@ def _resumed(file: _File, offered: OfferedStep) -> _Taken:
     """Brings a file to a step."""
     file.journal.ready()
     found, every = file.journal.resume(offered.step), file.offer.boxes(offered)
-    good = {i: tuple(x for x in own if (i, x) not in found.changed) for i, own in every.items()}
+    good = _without(every, found.changed)
     _tell_changed(file, every, good)
     return _Taken(file, found, good)
 
 
-def _right(boxes: Boxes, prints: Prints, right: Prints) -> Boxes:
-    """The boxes that do not have other fingerprints than the right ones."""
-    return {
-        i: tuple(x for x in own if x not in right[i] or prints[i][x] == right[i][x])
-        if i in right
-        else own
-        for i, own in boxes.items()
-    }
+def _right(boxes: Boxes, sums: OfBoxes, right: OfBoxes) -> Boxes:
+    """The boxes that have no other fingerprints than the right ones."""
+    wrong = {each for each, value in right.items() if sums.get(each, value) != value}
+    return _without(boxes, wrong)
+
+
+def _without(boxes: Boxes, wrong: Collection[tuple[int, Box]]) -> Boxes:
+    return {i: tuple(x for x in own if (i, x) not in wrong) for i, own in boxes.items()}
 
 
 def _tell_changed(file: _File, every: Boxes, good: Boxes) -> None:

@@ -129,7 +129,7 @@ def test_who_waits_for_long_says_for_whom(loops_of, monkeypatch, caplog):
     monkeypatch.setattr(processes, "_TOLD_AFTER_S", 0.0)
 
     def late(manager: Lockstep) -> Any:
-        while "has waited for process 1 " not in caplog.text:
+        while "has waited for the same call of process 1 " not in caplog.text:
             time.sleep(0.01)
         return saves(2)(manager)
 

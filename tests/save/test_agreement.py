@@ -131,9 +131,9 @@ def test_each_box_is_given_by_one_that_has_it(offers, data):
     held = {process: [offers[n].boxes(offers[n].steps[0])] for n, process in enumerate(at)}
     found = agreement.givers(held)
     for i, size in enumerate(SIZES):
-        assert sum(box.size for box in found[i]) == size
-        for box, giver in found[i].items():
-            assert any(box in boxes.get(i, ()) for boxes in held[giver])
+        assert sum(box.size for leaf, box in found if leaf == i) == size
+    for (i, box), giver in found.items():
+        assert any(box in boxes.get(i, ()) for boxes in held[giver])
 
 
 def test_a_bad_copy_is_not_offered():
@@ -251,11 +251,11 @@ def test_the_right_ones_of_boxes_with_different_bits_are_told(is_good, seed):
     boxes, rng = [Box((n,), (n + 1,)) for n in range(len(is_good))], random.Random(seed)
     right = {box: rng.getrandbits(64) for box in boxes}
     files = [
-        {0: {box: right[box] if good else rng.getrandbits(64)}}
+        {(0, box): right[box] if good else rng.getrandbits(64)}
         for box, holders in zip(boxes, is_good, strict=True)
         for good in holders
     ]
-    torn = {box: right[box] for box, each in zip(boxes, is_good, strict=True) if not all(each)}
+    torn = {(0, box): right[box] for box, each in zip(boxes, is_good, strict=True) if not all(each)}
     total = combine([*right.values()])
-    assert agreement.right_prints(files, [total]) == ({0: torn} if torn else {})
-    assert agreement.right_prints(files, [rng.getrandbits(64)]) == {}
+    assert agreement.right_sums(files, [total]) == torn
+    assert agreement.right_sums(files, [rng.getrandbits(64)]) == {}

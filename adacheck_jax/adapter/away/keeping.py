@@ -98,11 +98,11 @@ class AdaCheckManager(EndingManager):
                 self.handler.run.left.set()
 
         if outage is None:
-            if jax.process_count() == 1 or not (force or self.should_save(step)):
-                return save(force)
-            self._together.begin()
-            self._together.decided(dict, f"save({step})")
-            return save(True)
+            is_called = jax.process_count() > 1 and (force or self.should_save(step))
+            if is_called:
+                self._together.begin()
+                self._together.decided(dict, f"save({step})")
+            return save(is_called or force)
         self._saving_thread = threading.get_ident()
         is_ours = isinstance(args, SaveArgs) and not any(each is not None for each in given)
         if not force and (step <= self._promised or not self.should_save(step)):

@@ -35,7 +35,8 @@ class Calls:
 
     Attributes:
         key: key below which they are told; empty before the first one.
-        error: how they differ from those of another process; empty as long as they do not.
+        error: the difference from those of another process, in words; empty as long as none is
+            known.
     """
 
     def __init__(self, where: object) -> None:
@@ -75,7 +76,7 @@ class Calls:
         return self._made
 
     def difference(self, here: int, process: int, told: Told) -> str:
-        """How the calls of a process differ from those here, in words; empty if they do not.
+        """The first difference between the calls of a process and those here, in words, or "".
 
         One that has made fewer calls may yet make the same.
 

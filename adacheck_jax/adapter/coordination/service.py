@@ -161,7 +161,7 @@ class Service:
         self._calls.append(calls)
 
     def difference(self, calls: Calls, among: Iterable[int]) -> str:
-        """How calls differ from what some processes told of theirs; empty if they do not."""
+        """A difference between calls and what some processes told of theirs, in words, or ""."""
         for process in among:
             _, _, told = (self.get(_beat_key(process)) or b"").partition(b" ")
             theirs = json.loads(told or "{}").get(calls.key)

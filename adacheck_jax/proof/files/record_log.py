@@ -19,7 +19,6 @@ from typing import Any
 import numpy as np
 
 from adacheck_jax.format.boxes import Blocks, Box
-from adacheck_jax.format.byte_loops import fingerprint_of
 from adacheck_jax.proof.files.shadow_file import ShadowFile, ShadowFileError, framed, unframed
 from adacheck_jax.proof.files.step_file import (
     LEAF_HEADER_BYTES,
@@ -30,8 +29,9 @@ from adacheck_jax.proof.files.step_file import (
     StepChange,
     StepFile,
     aligned,
+    sums_of,
 )
-from adacheck_jax.proof.holdings import Held
+from adacheck_jax.proof.holdings import Held, OfBoxes
 from adacheck_jax.state.exported_update import ExportedUpdate
 from adacheck_jax.state.snapshot import Structure
 from adacheck_jax.update.elements.host_fold import UnfitError, fill
@@ -41,9 +41,6 @@ LEAST_RECORDS = 8
 _IN_FLIGHT = 4
 """Steps that may be on their way when it is said that no more fit."""
 _SUM_BYTES = 8
-
-Sums = dict[tuple[int, Box], int]
-"""Fingerprint of each box, by leaf index and box."""
 
 
 class RecordLog(StepFile):
@@ -109,7 +106,7 @@ class RecordLog(StepFile):
         """True if a step stores all leaves, so that it needs none before it."""
         return {*change.stored}.issuperset(self._leaves)
 
-    def put_state(self, blocks: Mapping[int, Blocks]) -> Sums:
+    def put_state(self, blocks: Mapping[int, Blocks]) -> OfBoxes:
         """Store a whole state, in place of what is there; gives the fingerprints of its boxes.
 
         They are those of several processes alone, as of each step.
@@ -120,7 +117,7 @@ class RecordLog(StepFile):
         self._end = self._state_bytes
         return self._put(self._places, blocks, 0)
 
-    def append(self, change: StepChange, blocks: Mapping[int, Blocks]) -> Sums:
+    def append(self, change: StepChange, blocks: Mapping[int, Blocks]) -> OfBoxes:
         """Store a step behind the last one; gives the fingerprints of its boxes.
 
         Raises:
@@ -145,7 +142,7 @@ class RecordLog(StepFile):
         count = sum(len(self._held.boxes(i)) for i in leaves) if self.place.run else 0
         return self._lay_out(leaves, start + aligned(_SUM_BYTES * count))
 
-    def _put(self, places: Places, blocks: Mapping[int, Blocks], start: int) -> Sums:
+    def _put(self, places: Places, blocks: Mapping[int, Blocks], start: int) -> OfBoxes:
         for i, own in self._views(places).items():
             if i not in blocks or not (brought := blocks[i]):
                 path = self._structure.leaves[i].path
@@ -154,7 +151,7 @@ class RecordLog(StepFile):
                 fill(memory, box, brought)
         if not self.place.run:
             return {}
-        sums = _sums_of(self._views(places))
+        sums = sums_of(self._views(places))
         self._told_sums(len(sums), start)[:] = [*sums.values()]
         return sums
 
@@ -165,7 +162,7 @@ class RecordLog(StepFile):
         """The boxes whose elements are not those that were stored."""
         if not self.place.run:
             return frozenset()
-        sums = _sums_of(views)
+        sums = sums_of(views)
         told = self._told_sums(len(sums), start).tolist()
         pairs = zip(sums.items(), told, strict=True)
         return frozenset(each for (each, found), expected in pairs if found != expected)
@@ -190,10 +187,6 @@ class RecordLog(StepFile):
             records.append(replace(told, blocks=self._views(places)))
             changed |= self._changed(records[-1].blocks, begin)
         return Found(header["step"], state, header["sums"], changed, records=records)
-
-
-def _sums_of(blocks: Mapping[int, Blocks]) -> Sums:
-    return {(i, x): fingerprint_of(own[x], x.start) for i, own in blocks.items() for x in own}
 
 
 def _head_bytes(leaves: Sequence[int]) -> int:

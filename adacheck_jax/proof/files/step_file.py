@@ -14,6 +14,7 @@ import jax
 import numpy as np
 
 from adacheck_jax.format.boxes import Blocks, Box
+from adacheck_jax.format.byte_loops import fingerprint_of
 from adacheck_jax.proof.agreement import Offer, OfferedStep
 from adacheck_jax.proof.files.shadow_file import (
     SUFFIX,
@@ -22,7 +23,7 @@ from adacheck_jax.proof.files.shadow_file import (
     peek,
     remove_unused,
 )
-from adacheck_jax.proof.holdings import Held
+from adacheck_jax.proof.holdings import Held, OfBoxes
 from adacheck_jax.proof.peers import Peers
 from adacheck_jax.state.exported_update import ExportedUpdate
 from adacheck_jax.state.snapshot import Structure
@@ -135,7 +136,7 @@ class Found:
         sums: the fingerprint of each leaf, or what the file's process contributes to it.
         changed: boxes of which bits have changed since they were stored or folded, as far as a
             fingerprint of them is known.
-        prints: fingerprints of the boxes as they are; none where all that changed is known.
+        box_sums: fingerprints of the boxes as they are; none where all that changed is known.
         records: the steps between the state in the blocks and this one, to be replayed.
     """
 
@@ -143,7 +144,7 @@ class Found:
     blocks: Mapping[int, Blocks]
     sums: Sequence[int]
     changed: AbstractSet[tuple[int, Box]] = frozenset()
-    prints: Mapping[int, Mapping[Box, int]] = field(default_factory=dict)
+    box_sums: OfBoxes = field(default_factory=dict)
     records: Sequence[Recorded] = ()
 
 
@@ -386,6 +387,11 @@ class StepFile:
             ShadowFileError: the file holds no whole step, or not that one.
         """
         raise NotImplementedError
+
+
+def sums_of(blocks: Mapping[int, Blocks]) -> OfBoxes:
+    """Fingerprints of the boxes of some leaves."""
+    return {(i, x): fingerprint_of(own[x], x.start) for i, own in blocks.items() for x in own}
 
 
 def aligned(nbytes: int) -> int:
