@@ -136,6 +136,7 @@ def broken() -> None:
     come_back()
     until_ended()
     step()
+    until_ended()  # step 5, which is the one that fails
     patch.undo()
     step()
 
