@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import threading
 import time
 
 import orbax.checkpoint as ocp
 import pytest
 
 import adacheck_jax as adacheck
+from adacheck_jax.format import manifest_json
 from adacheck_jax.format.manifest import BaseManifest
 from adacheck_jax.proof.shadow import ShadowThread
 from adacheck_jax.schedule import line
@@ -70,6 +72,24 @@ def test_the_loop_writes_one_base_and_the_shadow_the_others(tmp_path, shape):
         )
         for step in (4, 7):
             support.assert_same_bits(stock.restore(step, args=restore), saved[step])
+
+
+def test_the_loop_reads_manifests_where_a_base_took_a_deltas_place_alone(tmp_path, monkeypatch):
+    reads, decode = [], manifest_json.decode
+
+    def decoded(data, *, where):
+        if threading.current_thread() is threading.main_thread() and handler.last_save:
+            reads.append(handler.last_save.step)
+        return decode(data, where=where)
+
+    monkeypatch.setattr(manifest_json, "decode", decoded)
+    run = support.dict_run(mesh_of((1, 1)))
+    policy = adacheck.AdaptivePolicy(most_deltas=3)
+    handler = adacheck.AdaCheckHandler(run.recorder, max_deltas=policy)
+    trained(tmp_path, run, handler, 9)
+    read, followed = [*reads], lookup.resolve(tmp_path / "9" / "default")
+    assert followed.base.step == 7
+    assert read == [6, 6, 6]  # before save 7: steps 4, 5 and 6, each once
 
 
 @pytest.mark.slow

@@ -22,7 +22,7 @@ from adacheck_jax.save.pending import Pending
 from adacheck_jax.store import links
 from adacheck_jax.store.retention import KeepLineage
 from adacheck_jax.store.steps import lookup, marks
-from adacheck_jax.store.steps.lineage import Lineage
+from adacheck_jax.store.steps.lineage import Lineage, LineageStep
 from adacheck_jax.store.storage.interface import Stamp
 from adacheck_jax.store.storage.location import AnyPath, at
 
@@ -137,7 +137,7 @@ class Parent:
         if self.save is not None and self.save.error is not None:
             return  # it was told that it is not saved, or is to be written again first
         try:
-            found = self._committed(known) or lookup.follow(known, self.directory)
+            found = self._committed() or lookup.follow(known, self.directory)
             if not found.exists():  # deleted; or compacted, and linked otherwise than was known
                 found = lookup.resolve(self.directory)
         except AdaCheckError as error:
@@ -150,7 +150,7 @@ class Parent:
 
     def committed(self) -> Lineage | None:
         """Its lineage, once this process has committed it and while it is on the disk unchanged."""
-        found = self._committed(self._known())
+        found = self._committed()
         if found is None or found.exists():
             return found
         with contextlib.suppress(AdaCheckError):  # deleted; else linked otherwise than was known
@@ -161,7 +161,7 @@ class Parent:
         followed = self.save.parent if self.save else None
         return [each for each in (self.lineage, followed) if each is not None]
 
-    def _committed(self, known: list[Lineage]) -> Lineage | None:
+    def _committed(self) -> Lineage | None:
         """Its lineage as this process committed it, if it is on the disk unchanged."""
         save = self.save
         committed = save.committed if save else None
@@ -175,10 +175,10 @@ class Parent:
             except OSError:
                 return None
         parent, manifest = save.parent, committed.manifest
-        if isinstance(manifest, DeltaManifest) and parent is not None:
-            return parent.followed_by(manifest, self.directory, linked=save.links)
-        # A base is read from the disk once.
-        return next((x for x in known if x.manifest.checksum == manifest.checksum), None)
+        if isinstance(manifest, DeltaManifest):
+            linked = save.links
+            return parent.followed_by(manifest, self.directory, linked=linked) if parent else None
+        return Lineage((LineageStep(manifest, self.directory),))
 
 
 class Parents:

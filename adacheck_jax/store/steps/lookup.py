@@ -50,7 +50,8 @@ def resolve(item_directory: AnyPath, read: ReadManifest = manifest_file.read_fil
 def follow(known: Sequence[Lineage], item_directory: AnyPath) -> Lineage:
     """Resolves a step as :func:`resolve` does, but reads one manifest if its lineage is known."""
     marks.refuse_uncommitted(item_directory)
-    manifest = manifest_file.read(item_directory)
+    read = manifest_file.remembering()
+    manifest = read(item_directory / manifest_file.FILE)
     for each in known:
         if manifest.checksum == each.manifest.checksum:
             return each
@@ -60,7 +61,7 @@ def follow(known: Sequence[Lineage], item_directory: AnyPath) -> Lineage:
         ):
             linked = _is_complete(item_directory)
             return each.followed_by(manifest, item_directory, linked=linked)
-    return resolve(item_directory)
+    return resolve(item_directory, read)
 
 
 def held(item_directory: AnyPath) -> Lineage:
