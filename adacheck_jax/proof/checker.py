@@ -14,6 +14,9 @@ from adacheck_jax.update.elements.sample_sites import WHOLE_ELEMENTS
 Findings = dict[int, float]
 """Share of the compared elements that differ, for each leaf that replay gets wrong."""
 
+Comparison = Callable[[Sequence[int]], Findings]
+"""Replays the updates of some recorders, and compares; waits for the devices."""
+
 Sums = Callable[[], Mapping[int, int]]
 """Gives this process's contribution to each leaf's fingerprint; waits for the devices."""
 
@@ -46,16 +49,17 @@ def _nothing(_arrays: Sequence[Any], _wrong: Collection[int]) -> None:
 
 @dataclass(frozen=True, slots=True)
 class Check:
-    """The check of one delta, with all that it needs of the state.
+    """The check of one delta.
 
     Attributes:
-        witness: witness of the state that the delta gives.
-        findings: replays the updates of some recorders, and compares; waits for the devices.
+        witness: takes the witness of the state that the delta gives, which may be donated
+            afterwards. What is not taken yet does not hold up a comparison that is waited for.
+        findings: the comparison, which has all that it needs of the state.
         renew: takes leaves that replay gets wrong from the state's arrays, for the next check.
     """
 
-    witness: Witness
-    findings: Callable[[Sequence[int]], Findings]
+    witness: Callable[[], Witness]
+    findings: Comparison
     renew: Callable[[Sequence[Any], Collection[int]], None] = _nothing
 
 
@@ -72,7 +76,7 @@ class Checker(Protocol):
         ...
 
     def begin(self, before: Witness, arrays: Sequence[Any], step: int, sums: Sums) -> Check:
-        """Takes what the check of a delta needs of its state, which may be donated afterwards."""
+        """Takes what the comparison of a delta needs of its state."""
         ...
 
 

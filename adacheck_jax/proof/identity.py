@@ -42,7 +42,7 @@ class Identity:
         ):
             returned = dict(self._pairs(call.returned))
             wrong = {i: x for i, x in wrong.items() if not _is_same(witness.kept[i], returned[i])}
-        return Check(witness, lambda updates: wrong if updates else {})
+        return Check(lambda: witness, lambda updates: wrong if updates else {})
 
     def _pairs(self, arrays: Sequence[Any]) -> Iterator[tuple[int, Any]]:
         return zip(self._own, arrays, strict=True)

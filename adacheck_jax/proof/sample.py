@@ -46,7 +46,8 @@ class Sampling:
 
     def witness(self, arrays: Sequence[Any], step: int) -> Witness:
         """Takes a witness of a base, or of a restored state; waits for the state."""
-        return self._of(self._take(arrays, self._sites.starts_at(step), is_before=True))
+        sample = self._take(arrays, self._sites.starts_at(step), is_before=True)
+        return Witness(self._structure, self._program, sample)
 
     def _roles(self, *, is_before: bool) -> Sequence[Role]:
         return self._pieces.before if is_before else self._pieces.after
@@ -61,15 +62,14 @@ class Sampling:
             return taker.take(arrays, starts)
         return from_host(arrays, self._sites, starts, self._roles(is_before=is_before))
 
-    def _of(self, sample: Sample) -> Witness:
-        return Witness(self._structure, self._program, sample)
-
     def begin(self, before: Witness, arrays: Sequence[Any], step: int, sums: Sums) -> Check:
         """Takes what the check of a delta needs."""
-        last: Sample = before.kept  # what is waited for first is taken first
+        last: Sample = before.kept
         after = self._take(arrays, last.starts, is_before=False)
-        following = self._take(arrays, self._sites.starts_at(step), is_before=True)
-        return Check(self._of(following), functools.partial(self._findings, last, after))
+        return Check(
+            functools.partial(self.witness, arrays, step),
+            functools.partial(self._findings, last, after),
+        )
 
     def _findings(self, before: Sample, after: Sample, updates: Sequence[int]) -> Findings:
         """Replays what was taken of two states, and compares."""
@@ -78,7 +78,7 @@ class Sampling:
         taken = after.vectors(self._pieces.after)
         given = before.vectors(self._pieces.before), taken
         with jax_settings.own(), self._arithmetic.applied():
-            switches = update_program.switches(len(self._structure.bindings), updates)
+            switches = update_program.switch_values(len(self._structure.bindings), updates)
             results = self._compiled.result()(*given, switches)
         found = self._pieces.wrong(results, taken)
         return {i: share for i, share in found.items() if i in self._compared}

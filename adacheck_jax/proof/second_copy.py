@@ -70,7 +70,7 @@ class Following:
             with copy.lock:
                 copy.arrays.update(self._together(arrays, [i for i in wrong if i in copy.arrays]))
 
-        return Check(self._of(copy, number + 1), findings, renew)
+        return Check(lambda: self._of(copy, number + 1), findings, renew)
 
     def _together(self, arrays: Sequence[Any], indices: Sequence[int]) -> dict[int, jax.Array]:
         """Copies on the devices that the largest leaves have in common; waits only for others.

@@ -33,7 +33,7 @@ from adacheck_jax.format.boxes import Blocks
 from adacheck_jax.plan.decision import shown
 from adacheck_jax.plan.save_plan import SavePlan
 from adacheck_jax.plan.situation import Counts
-from adacheck_jax.proof.checker import Check, Findings
+from adacheck_jax.proof.checker import Comparison, Findings
 from adacheck_jax.proof.shadow import Proof
 from adacheck_jax.save.copies import NOTHING, HostCopies
 from adacheck_jax.state.snapshot import Structure
@@ -76,7 +76,7 @@ class Pending:
         delta: copies of what a delta stores; None for a base, and once it is packed.
         local: copies of the leaves that every process has for itself.
         fingerprints: the fingerprints of its state, perhaps still being computed.
-        check: comparison of a sample, or a copy, that is made behind the save; None without one.
+        compare: comparison of a sample, or a copy, that is made behind the save; None without one.
         proof: comparison of the whole replay with the state by the shadow; None without one.
         replayed: this process's contribution to the fingerprints of the shadow, where it followed
             the step and the step is proved. Of several processes no one can tell alone whether they
@@ -101,7 +101,7 @@ class Pending:
         self.plan, self.label, self.delta, self.local = plan, label, delta, local
         self.fingerprints, self._counters = copies.fingerprints, copies.counters
         self._spare: Mapping[int, Blocks] = copies.spare
-        self.check: Check | None = None
+        self.compare: Comparison | None = None
         self.proof: Proof | None = None
         self.replayed: dict[int, int] | None = None
         self.disproved = frozenset[int]()
@@ -194,14 +194,14 @@ class Pending:
             self._pass_phases()
 
     def _pass_phases(self) -> None:
-        check, proof, before = self.check, self.proof, self._before
+        compare, proof, before = self.compare, self.proof, self._before
         try:
             self._bring()
             plan = self._settled()
             self._move(Phase.SETTLED, plan)
             if not plan.spare and proof is not None:
                 proof.begin(plan)
-            found = check.findings(plan.decision.updates) if check is not None else {}
+            found = {} if compare is None else compare(plan.decision.updates)
             plan = self._with_spare(plan, {*found, *self._changed(plan, before)})
             if proof is not None:
                 proof.begin(plan)
@@ -213,7 +213,7 @@ class Pending:
         finally:
             if proof is not None:
                 proof.end()
-            self.check = self._before = self._again = self.proof = None
+            self.compare = self._before = self._again = self.proof = None
 
     def _move(self, phase: Phase, plan: SavePlan) -> None:
         assert phase in MOVES[self.phase]
@@ -321,7 +321,7 @@ class Pending:
         if not self._has_begun:
             if self.proof is not None:
                 self.proof.end()
-            self.check = self._before = self._again = self.proof = None
+            self.compare = self._before = self._again = self.proof = None
 
 
 CAUSES = (

@@ -154,13 +154,14 @@ class Stager:
             begun = ShadowStep(own, own.step, blocks, own.sums, lost=lost)
             self._shadow.start(planned.structure, planned.update, begun)
         if course.check is not None:
-            return own, course.check.witness, copies
+            return own, course.check.witness(), copies
         if not planned.has_witness:
             return own, None, copies
         checker = self._planner.checker_of(planned.structure, planned.update)
         if planned.is_speculative and tip is not None and tip.witness is not None:
-            own.check = checker.begin(tip.witness, snapshot.arrays, planned.step, own.sums)
-            return own, own.check.witness, copies
+            check = checker.begin(tip.witness, snapshot.arrays, planned.step, own.sums)
+            own.compare = check.findings
+            return own, check.witness(), copies
         return own, checker.witness(snapshot.arrays, planned.step), copies
 
     def seconds(

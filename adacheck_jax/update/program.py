@@ -142,15 +142,20 @@ def switches(
         For one recorder the number 0 that fences take. For several a vector of this 0 followed by
         a 1 for each recorder that makes an update and a 0 for each that does not.
     """
-    value = np.zeros((), np.uint32)
-    if recorder_count > 1:
-        value = np.array([0, *(k in updates for k in range(recorder_count))], np.uint32)
+    value = switch_values(recorder_count, updates)
     known = [each for each in shardings if each is not None]
     largest = max(known, key=lambda each: len(each.device_set), default=None)
     if isinstance(largest, jax.sharding.NamedSharding):
         everywhere = jax.sharding.NamedSharding(largest.mesh, jax.sharding.PartitionSpec())
         return jax.make_array_from_callback(value.shape, everywhere, lambda at: value[at])
     return jax.device_put(value)
+
+
+def switch_values(recorder_count: int, updates: Sequence[int] = ()) -> np.ndarray:
+    """What :func:`switches` puts on devices."""
+    if recorder_count > 1:
+        return np.array([0, *(k in updates for k in range(recorder_count))], np.uint32)
+    return np.zeros((), np.uint32)
 
 
 class Kept(Generic[_Result]):

@@ -21,13 +21,13 @@ STRUCTURE: Any = SimpleNamespace(
 )
 
 
-class Check:
-    """A check that finds leaves wrong, or breaks, once it is told that the devices are ready."""
+class Comparison:
+    """One that finds leaves wrong, or breaks, once it is told that the devices are ready."""
 
     def __init__(self, findings, ready):
         self._findings, self._ready = findings, ready
 
-    def findings(self, updates):
+    def __call__(self, updates):
         assert self._ready.wait(20)
         if self._findings is None:
             raise RuntimeError("the device is gone")
@@ -71,8 +71,8 @@ def step_of(number, worker, before, findings, wrong, spare, log, ready):
     args: Any = (plan, f"step {number}", copies, delta, {}, worker)
     pending = Pending(*args, parent=None, before=before, again=None)
     proof: Any = Proof(wrong, pending, log)
-    check: Any = Check(findings, ready)
-    pending.proof, pending.check = proof, check
+    compare: Any = Comparison(findings, ready)
+    pending.proof, pending.compare = proof, compare
     return pending, proof
 
 
