@@ -85,10 +85,10 @@ class Following:
         for i, array in result.items():
             if not sharding.in_device_memory(array):
                 result[i] = jax.device_put(array, sharding.computable(array.sharding))
+        placed = None if main is None else update_program.replicated(main)
         for i in indices:
             if not shardings[i]:
-                placed = None if main is None else update_program.replicated(main)
-                result[i] = jax.device_put(np.array(arrays[i]), placed)
+                result[i] = _placed(np.array(arrays[i]), placed)
         return result
 
     def _followed(self, copy: _Copy, following: _Step, updates: Sequence[int]) -> Findings:
@@ -173,6 +173,36 @@ class _Step:
     after: Mapping[int, Any]
     renewed: Mapping[int, Any]
     sums: Sums
+
+
+def is_collective(structure: Structure, program: ExportedUpdate, arrays: Sequence[Any]) -> bool:
+    """True if processes exchange elements when a replay of this engine runs on their devices.
+
+    A collective has to have the same place among those of the training in all processes. So each
+    begins it while its training loop waits for it, and never behind the loop's back.
+    """
+    if jax.process_count() == 1 or program.engine != "full":
+        return False
+    cuts: dict[tuple[int, ...], jax.sharding.Sharding] = {}
+    for array in (arrays[i] for each in structure.arguments for i in each):
+        if not np.ndim(array):
+            continue
+        if not isinstance(array, jax.Array):
+            return True
+        first = cuts.setdefault(array.shape, array.sharding)
+        if not array.sharding.is_equivalent_to(first, array.ndim):
+            return True
+    return not program.elementwise  # else elements stay on their devices
+
+
+def _placed(value: np.ndarray, where: jax.sharding.Sharding | None) -> jax.Array:
+    """A host array on devices; ``device_put`` would have all processes compare what they have."""
+    if where is None:
+        return jax.device_put(value)
+    return transfer.place(
+        jax.ShapeDtypeStruct(value.shape, value.dtype, sharding=where),
+        lambda box: value[box.slices],
+    )
 
 
 def _differing(a: np.ndarray, b: np.ndarray) -> float:

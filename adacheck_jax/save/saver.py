@@ -13,6 +13,7 @@ and to commit; the state may be donated then. Nothing here decides.
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import logging
 import threading
@@ -505,6 +506,9 @@ class Saver:
         depth = parent.tip.depth + len(deferred) + 1
         tip = Tip(number, depth, own, copies.kept, witness)
         deferred.add(tip, own, drains=snapshot.structure.on_accelerator)
+        if planner.is_collective(snapshot, course.plan.update):
+            with contextlib.suppress(AdaCheckError):  # raised by the save of this step
+                own.compared()
         self._watch.leave_deferred()
         self._has_gap = False
         return planner.settle_last_deferred() if waits else ""

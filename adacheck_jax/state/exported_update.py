@@ -49,6 +49,7 @@ class ExportedUpdate:
         unreplayed: indices of the computed leaves that a delta stores, since another program may
             compute other bits of them, or nothing can check it.
         pinned: True if all that is replayed computes the same bits in any program.
+        elementwise: True if each computed element follows from those of its own place.
         engine: way in which replay is checked.
         pieces: the updates on samples, for the engine of that name.
         function: the updates over flat leaves; one object, so that it is compiled once.
@@ -63,6 +64,7 @@ class ExportedUpdate:
     passed: tuple[int, ...] = ()
     unreplayed: frozenset[int] = frozenset()
     pinned: bool = False
+    elementwise: bool = False
     engine: Engine = "sample"
     pieces: Pieces | None = None
     function: update_program.UpdateFunction | None = None
@@ -262,6 +264,7 @@ class ExportedUpdates:
             passed=passed,
             unreplayed=frozenset(unreplayed),
             pinned=pinned and not own,
+            elementwise=all(level is Level.ELEMENT for level in found.levels),
             engine=engine,
             pieces=pieces if engine == "sample" else None,
             function=function,

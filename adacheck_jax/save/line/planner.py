@@ -26,10 +26,10 @@ from adacheck_jax.plan.decision import Decision, replays, unplanned
 from adacheck_jax.plan.options import Options
 from adacheck_jax.plan.save_plan import SavePlan
 from adacheck_jax.plan.situation import Counts, Situation
+from adacheck_jax.proof import second_copy
 from adacheck_jax.proof.checker import Check, Checker, Witness, is_sparse
 from adacheck_jax.proof.identity import Identity
 from adacheck_jax.proof.sample import Sampling
-from adacheck_jax.proof.second_copy import Following
 from adacheck_jax.proof.shadow import ShadowThread
 from adacheck_jax.save.background_bases import BackgroundBases
 from adacheck_jax.save.line import parents
@@ -121,7 +121,8 @@ class Planner:
         if not waits and step is not None and only is not None and only.save is not None:
             self.parents.look(only, directory)
             facts = self._situation(snapshot, directory, step, None, only, again, replayable)
-            if (planned := save_plan.speculate(facts, self._options)) is not None:
+            planned = save_plan.speculate(facts, self._options)
+            if planned is not None and not self.is_collective(snapshot, facts.update):
                 return Course(planned, only, self.deferred.tip_behind(only))
         counts = snapshot.counts()  # waits for the running step
         self.settle_deferred()
@@ -283,6 +284,10 @@ class Planner:
         made = dataclasses.replace(made, unhealed=tuple(sorted(unhealed)))
         return dataclasses.replace(course, plan=made, check=check)
 
+    def is_collective(self, snapshot: Snapshot, update: ExportedUpdate) -> bool:
+        """True if comparisons are collective: each is waited for in the call that it belongs to."""
+        return second_copy.is_collective(snapshot.structure, update, snapshot.arrays)
+
     def checker_of(self, structure: Structure, update: ExportedUpdate) -> Checker:
         """The checker of the deltas of a structure; made once."""
         known = self._checker
@@ -436,7 +441,7 @@ def checker_of(structure: Structure, program: ExportedUpdate) -> Checker:
     """The engine that compares the replays of a structure; compiles in the background."""
     if program.pieces is not None:
         return Sampling(structure, program, program.pieces)
-    return (Following if program.engine == "full" else Identity)(structure, program)
+    return (second_copy.Following if program.engine == "full" else Identity)(structure, program)
 
 
 def _changed(snapshot: Snapshot, course: Course, made: SavePlan) -> frozenset[int]:

@@ -1,0 +1,74 @@
+"""One process of a run whose comparisons of replays may be collective.
+
+Usage: collectives_worker.py OPTIMIZER PROCESS PROCESSES PORT ROOT OUT DEVICES
+
+Trains with arrays cut over all devices, and has a second copy of the state on them. Some steps are
+recorded, the others saved. Writes how many comparisons began, and ended, in a call of the training
+loop's, and how many behind its back; restores every step, and compares it with what was saved.
+"""
+
+from __future__ import annotations
+
+import itertools
+import json
+import time
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+from tests.one_process import own  # isort: skip
+
+import jax
+import numpy as np
+import optax
+
+import adacheck_jax as adacheck
+from adacheck_jax.proof.second_copy import Following
+from tests import support
+
+OPTIMIZERS = {
+    "adafactor": optax.adafactor(1e-2, min_dim_size_to_factor=4),
+    "adamw": optax.adamw(1e-2),
+}
+run = support.dict_run(support.mesh_of((1, jax.device_count())), OPTIMIZERS[own.mode])
+calls, found, saved = itertools.count(1), Counter[str](), dict[int, list[bytes]]()
+call = 0  # number of the one that the loop is in; 0 outside of them
+followed = Following._followed
+
+
+def observed(*args: Any) -> Any:
+    begun = call
+    time.sleep(0.05)  # in which the loop would leave
+    findings = followed(*args)
+    found["waited for" if begun and begun == call else "behind"] += 1
+    return findings
+
+
+def shards(state: Any) -> list[bytes]:
+    leaves = jax.tree.leaves(state)
+    return [np.asarray(each.data).tobytes() for x in leaves for each in x.addressable_shards]
+
+
+Following._followed = observed
+shadow = adacheck.Shadow(on_devices=True)
+with adacheck.checkpoint_manager(
+    own.root, run.recorder, shadow=shadow, max_to_keep=None
+) as manager:
+    for _ in range(8):
+        run.advance()
+        jax.block_until_ready(run.state) if run.count % 2 else None
+        call = next(calls)
+        is_kept = run.count % 4 == 3 and manager.handler.record_step(run.state, run.count)
+        if not is_kept:
+            assert manager.save(run.count, args=adacheck.SaveArgs(run.state))
+        call = 0
+        time.sleep(0.4)
+        saved[run.count] = shards(run.state)
+    manager.wait_until_finished()
+    target = support.abstract(run.state)
+    for step in saved:
+        holder = min(x for x in manager.all_steps() if x >= step)
+        options = {} if holder == step else {"step": step}
+        restored = manager.restore(holder, args=adacheck.RestoreArgs(target, **options))
+        assert shards(restored) == saved[step], step
+Path(f"{own.out}-{own.process}.json").write_text(json.dumps(found))
