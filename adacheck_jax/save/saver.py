@@ -506,7 +506,7 @@ class Saver:
         depth = parent.tip.depth + len(deferred) + 1
         tip = Tip(number, depth, own, copies.kept, witness)
         deferred.add(tip, own, drains=snapshot.structure.on_accelerator)
-        if planner.is_collective(snapshot, course.plan.update):
+        if own.compare is not None and planner.is_collective(snapshot, course.plan.update):
             with contextlib.suppress(AdaCheckError):  # raised by the save of this step
                 own.compared()
         self._watch.leave_deferred()
