@@ -23,7 +23,7 @@ import contextlib
 import errno
 import os
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
 __all__ = [
     "AdaCheckError",
@@ -156,6 +156,12 @@ def first_line(error: BaseException) -> str:
     """As much of another library's error as fits into a message of ours."""
     text = str(error).split("\n", maxsplit=1)[0]
     return re.split(r" \[(?:tensorstore_spec|http_response_)", text, maxsplit=1)[0][:300]
+
+
+def listed(names: Sequence[str], most: int = 20) -> str:
+    """The first of some names, and the count of the others."""
+    more = f", and {len(names) - most} more" if len(names) > most else ""
+    return ", ".join(names[:most]) + more
 
 
 @contextlib.contextmanager

@@ -7,30 +7,17 @@ one owner. Every process computes the same owners from the same layouts, with no
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 
 import numpy as np
 
 from adacheck_jax.device.sharding import Layout
-from adacheck_jax.format.boxes import Cuts, grid, largest_divisor
-
-
-@dataclass(frozen=True, slots=True)
-class Share:
-    """Boxes of one leaf that are written, and their owners.
-
-    Attributes:
-        cuts: cut points of the boxes: those of the leaf's layout, or finer ones.
-        owners: the process that writes each box, in grid order.
-    """
-
-    cuts: Cuts
-    owners: tuple[int, ...]
+from adacheck_jax.format.boxes import grid, largest_divisor
+from adacheck_jax.format.manifest import Grid
 
 
 def share_out(
     layouts: Sequence[Layout], itemsizes_bytes: Sequence[int], first: frozenset[int]
-) -> list[Share]:
+) -> list[Grid]:
     """Chooses the owner of each box, balancing bytes over processes.
 
     A large box that several processes hold is cut into equal pieces, if possible one for each of
@@ -44,7 +31,7 @@ def share_out(
             every delta writes.
 
     Returns:
-        One share a leaf.
+        Boxes of each leaf, those of its layout or finer ones, and their owners.
     """
     drafts = [_cut(layout, size) for layout, size in zip(layouts, itemsizes_bytes, strict=True)]
     owners = [[0] * len(draft.replicas) for draft in drafts]
@@ -71,7 +58,7 @@ def share_out(
             owner = int(among[np.argmin(load_bytes[among])])
             owners[i][place] = owner
             load_bytes[owner] -= negative_size_bytes
-    return [Share(d.cuts, tuple(each)) for d, each in zip(drafts, owners, strict=True)]
+    return [Grid(d.cuts, tuple(each)) for d, each in zip(drafts, owners, strict=True)]
 
 
 _MIN_CUT_BYTES = 4 << 20

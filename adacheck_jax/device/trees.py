@@ -15,13 +15,11 @@ from typing import Any
 import jax
 import numpy as np
 
-from adacheck_jax.errors import MismatchError
+from adacheck_jax.errors import MismatchError, listed
 
 PyTree = Any
 TreeDef = Any
 """A ``jax.tree_util.PyTreeDef``, which type checkers do not accept as a type."""
-
-_MAX_LISTED = 20
 
 
 def leaf_path(key_path: Sequence[Any]) -> str:
@@ -62,7 +60,7 @@ def flatten(tree: PyTree) -> tuple[dict[str, Any], TreeDef]:
         counts = collections.Counter(leaf_path(key_path) for key_path, _ in pairs)
         doubled = sorted(path for path, count in counts.items() if count > 1)
         raise MismatchError(
-            f"{len(doubled)} leaf paths occur twice: {_listed(doubled)}. Expected unique paths; "
+            f"{len(doubled)} leaf paths occur twice: {listed(doubled)}. Expected unique paths; "
             "rename the keys that contain a slash."
         )
     return leaves, treedef
@@ -124,10 +122,5 @@ def check_same_leaves(
     }
     count = sum(map(len, differences.values()))
     if count:
-        lists = [f"{k} ({len(x)}): {_listed(x)}." for k, x in differences.items() if x]
+        lists = [f"{k} ({len(x)}): {listed(x)}." for k, x in differences.items() if x]
         raise MismatchError("\n  ".join([f"{where}: {count} leaves differ.", *lists, remedy]))
-
-
-def _listed(names: Sequence[str]) -> str:
-    more = f", and {len(names) - _MAX_LISTED} more" if len(names) > _MAX_LISTED else ""
-    return ", ".join(names[:_MAX_LISTED]) + more

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, TypeAlias
 
@@ -122,6 +122,18 @@ def grid(cuts: Cuts) -> list[Box]:
 
 Blocks: TypeAlias = "dict[Box, np.ndarray]"
 """Host copies (or, on CPU devices, read-only views) of the owned boxes of one leaf."""
+
+
+def batches(sizes_bytes: Sequence[int], most_bytes: int) -> Iterator[range]:
+    """Positions of arrays in batches: each of at most so many bytes, or of a single array."""
+    start = total_bytes = 0
+    for number, size_bytes in enumerate(sizes_bytes):
+        if number > start and total_bytes + size_bytes > most_bytes:
+            yield range(start, number)
+            start, total_bytes = number, 0
+        total_bytes += size_bytes
+    if start < len(sizes_bytes):
+        yield range(start, len(sizes_bytes))
 
 
 MAX_CHUNK_BYTES = 8 << 20

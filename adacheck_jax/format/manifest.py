@@ -128,7 +128,7 @@ class Leaf:
 
 @dataclass(frozen=True, slots=True)
 class Grid:
-    """Boxes of one leaf in a delta, where they are others than those of the step before.
+    """Boxes of one leaf and their owners; in a delta, where they are others than before.
 
     Attributes:
         cuts, owners: as of a :class:`Leaf`.

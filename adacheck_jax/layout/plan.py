@@ -7,16 +7,17 @@ the paths that the params have in theirs.
 
 from __future__ import annotations
 
+import functools
 import posixpath
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from adacheck_jax.errors import MismatchError
+from adacheck_jax.errors import MismatchError, listed
 from adacheck_jax.layout.operations import Kind, Operation
 from adacheck_jax.layout.rules import Rule
 
-_SHOWN = 10
+_listed = functools.partial(listed, most=10)
 
 
 class LayoutStep(NamedTuple):
@@ -302,11 +303,6 @@ def _number(text: str, path: str, name: str) -> int:
     if not (text.isascii() and text.isdigit()):
         raise MismatchError(f"{name}: expected a number in {path}, found {text!r}.")
     return int(text)
-
-
-def _listed(paths: Sequence[str]) -> str:
-    more = f", and {len(paths) - _SHOWN} more" if len(paths) > _SHOWN else ""
-    return ", ".join(paths[:_SHOWN]) + more
 
 
 @dataclass(frozen=True, slots=True)

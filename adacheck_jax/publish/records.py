@@ -84,11 +84,6 @@ class PublishedLeaf:
         width = ITEMSIZES_BYTES[self.dtype]
         return width // 2 if self.dtype.startswith("complex") else width
 
-    @property
-    def description(self) -> str:
-        """Data type and shape, for people and for comparisons."""
-        return f"{self.dtype}{list(self.shape)}"
-
 
 @dataclass(frozen=True, slots=True)
 class Leaves(Record):

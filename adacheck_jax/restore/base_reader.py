@@ -7,7 +7,7 @@ other is needed to open them, and the bytes in flight to the devices are bounded
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -16,7 +16,7 @@ import numpy as np
 
 from adacheck_jax.device import transfer
 from adacheck_jax.device.sharding import holders_of
-from adacheck_jax.format.boxes import Box, Cuts
+from adacheck_jax.format.boxes import Box, Cuts, batches
 from adacheck_jax.restore import shared_reads
 from adacheck_jax.restore.progress import Progress
 from adacheck_jax.restore.shared_reads import (
@@ -151,7 +151,7 @@ class _Arrays:
             )
             # Held whole, also where a piece is needed.
             sizes_bytes[i] = max(sizes_bytes[i], sum(part.nbytes for part in parts))
-        self.batches = [*_batches(sizes_bytes)]
+        self.batches = [*batches(sizes_bytes, _BATCH_BYTES)]
         self.plans = [
             shared_reads.plan(part for i in batch for part in self._shared.get(i, ()))
             for batch in self.batches
@@ -209,17 +209,6 @@ class _Arrays:
         placed = transfer.place_all(targets, lambda n, box: put_together(box, parts[on_devices[n]]))
         result |= dict(zip(on_devices, placed, strict=True))
         return [result[i] for i in batch]
-
-
-def _batches(sizes_bytes: Sequence[int]) -> Iterator[range]:
-    start, size_bytes = 0, 0
-    for number, each in enumerate(sizes_bytes):
-        if size_bytes and size_bytes + each > _BATCH_BYTES:
-            yield range(start, number)
-            start, size_bytes = number, 0
-        size_bytes += each
-    if start < len(sizes_bytes):
-        yield range(start, len(sizes_bytes))
 
 
 def _merged(boxes: list[Box]) -> list[Box]:

@@ -8,7 +8,7 @@ from typing import Any
 import jax.numpy as jnp
 
 from adacheck_jax.device import fingerprint, jax_settings, transfer
-from adacheck_jax.errors import IntegrityError, MismatchError
+from adacheck_jax.errors import IntegrityError, MismatchError, listed
 from adacheck_jax.format.manifest import BaseManifest
 from adacheck_jax.restore.working_set import is_abstract
 from adacheck_jax.store.steps.lineage import Lineage
@@ -17,7 +17,6 @@ from adacheck_jax.update import program as update_program
 
 ROUNDING = 1e-6
 """Change that another order of sums makes in one update, relative to a leaf's largest value."""
-_SHOWN_COUNT = 20
 _NARROWED = {
     "complex128": "complex64",
     "float64": "float32",
@@ -47,13 +46,13 @@ def check_types(leaves: Sequence[Any], base: BaseManifest, where: AnyPath) -> No
     if narrowed:
         raise MismatchError(
             f"{where}: jax makes no 64-bit elements here, which {len(narrowed)} of {len(leaves)} "
-            f"leaves were saved with: {_shown(narrowed)}. Restore the step inside `with "
+            f"leaves were saved with: {listed(narrowed)}. Restore the step inside `with "
             "jax.enable_x64(True)`, or set jax_enable_x64."
         )
     if wrong:
         raise IntegrityError(
             f"{where}: {len(wrong)} of {len(leaves)} leaves of the base do not have the shape and "
-            f"data type that were saved: {_shown(wrong)}. Its metadata is damaged; restore another "
+            f"data type that were saved: {listed(wrong)}. Its metadata is damaged; restore another "
             "step."
         )
 
@@ -86,7 +85,7 @@ def check_bits(
         count = len(_present(leaves))
         raise IntegrityError(
             f"{where}: {len(wrong)} of {count} leaves of step {end.step} do not have "
-            f"the bits that were saved: {_shown(wrong)}. The stored data is damaged, or replay of "
+            f"the bits that were saved: {listed(wrong)}. The stored data is damaged, or replay of "
             f"the update is not exact here.{_other_settings(lineage)} Nothing was returned; "
             "restore another step, or a base step."
         )
@@ -96,11 +95,6 @@ def check_bits(
 def _present(leaves: Sequence[Any]) -> dict[int, Any]:
     """The leaves that were read, by their index."""
     return {i: x for i, x in enumerate(leaves) if x is not None and not is_abstract(x)}
-
-
-def _shown(items: Sequence[str]) -> str:
-    more = len(items) - _SHOWN_COUNT
-    return ", ".join(items[:_SHOWN_COUNT]) + (f", and {more} more" if more > 0 else "")
 
 
 def _other_settings(lineage: Lineage) -> str:

@@ -148,7 +148,7 @@ def _link(
     lineage: Lineage, top: Location, expected: frozenset[str], stamp: Stamp | None
 ) -> str | None:
     """Links the files of a lineage; returns the name of one that is missing, None if none is."""
-    starts = tuple(_start(each) for each in lineage.entries)
+    starts = tuple(start_of(each) for each in lineage.entries)
     made: set[str] = set()
     try:
         for entry in lineage.entries:
@@ -169,7 +169,7 @@ def _link(
     end = lineage.entries[-1]
     if isinstance(end.manifest, DeltaManifest) and every <= made:
         # It is the delta's own, and not one in its place.
-        linked = top / f"{_start(end)}{manifest_file.NAME}"
+        linked = top / f"{start_of(end)}{manifest_file.NAME}"
         is_own = stamp is not None and linked.stamp == stamp
         if is_own or manifest_file.read_file(linked).checksum == end.manifest.checksum:
             return None
@@ -177,7 +177,7 @@ def _link(
     return min(every - made, default=None)
 
 
-def _start(entry: LineageStep) -> str:
+def start_of(entry: LineageStep) -> str:
     """Beginning of the names of the links to a step's files."""
     end = "/" if isinstance(entry.manifest, BaseManifest) else "."
     return f"{entry.manifest.step}{end}"
@@ -192,7 +192,7 @@ def _files_of(entry: LineageStep) -> Iterator[tuple[str, str]]:
         begins = (manifest_file.NAME, f"{DELTA}.")
         files = ((n, k) for n, k in _below(linked.parent, "", deep=False) if n.startswith(begins))
     for name, key in files:
-        yield f"{_start(entry)}{name}", key
+        yield f"{start_of(entry)}{name}", key
     if isinstance(entry.manifest, DeltaManifest):
         yield from _below(linked, "")
 

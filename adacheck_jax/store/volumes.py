@@ -20,7 +20,7 @@ from typing import Any
 import numpy as np
 import tensorstore as ts
 
-from adacheck_jax.format.boxes import Box, grid
+from adacheck_jax.format.boxes import Box, batches, grid
 from adacheck_jax.store import equality, volume_reader, zarr
 from adacheck_jax.store.storage.location import AnyPath, at
 from adacheck_jax.store.zarr import Codec
@@ -167,10 +167,11 @@ class Volume:
                 own limit. A chunk is not cut.
         """
         database = zarr.database_in(directory, file_bytes)
-        for batch in _batches(self._chunks):
+        sizes = [sum(x.data.nbytes for x in own if x.is_written) for own in self._chunks]
+        for batch in batches(sizes, _TRANSACTION_BYTES):
             with ts.Transaction(atomic=False) as transaction:
-                for own in batch:
-                    _write_piece(database, own, transaction)
+                for number in batch:
+                    _write_piece(database, self._chunks[number], transaction)
         referring = [each for each in self._every if each.source is not each]
         if referring := [each for each in referring if each.source.is_written]:
             with ts.Transaction(atomic=True) as transaction:
@@ -194,20 +195,6 @@ def _chunks(piece: ArrayPiece) -> Iterator[Chunk]:
             index = [str(a // n) for a, n in zip(chunk.start, lengths, strict=True)]
             data = block[(*chunk.relative_to(box.start).slices, ...)]
             yield Chunk(piece, "/".join(["c", *index]), chunk, data)
-
-
-def _batches(chunks: Sequence[Sequence[Chunk]]) -> Iterator[list[Sequence[Chunk]]]:
-    """Groups of pieces' chunks, of bounded size, but with one piece at least."""
-    batch, size_bytes = list[Sequence[Chunk]](), 0
-    for each in chunks:
-        own_bytes = sum(chunk.data.nbytes for chunk in each if chunk.is_written)
-        if batch and size_bytes + own_bytes > _TRANSACTION_BYTES:
-            yield batch
-            batch, size_bytes = [], 0
-        batch.append(each)
-        size_bytes += own_bytes
-    if batch:
-        yield batch
 
 
 def _write_piece(

@@ -9,9 +9,8 @@ from dataclasses import dataclass, field, replace
 from datetime import UTC, datetime
 from typing import Any
 
-from adacheck_jax.errors import AdaCheckError
 from adacheck_jax.format.manifest import BaseManifest, DeltaManifest, Manifest
-from adacheck_jax.store.steps import folders, roots
+from adacheck_jax.store.steps import folders, marks, roots
 from adacheck_jax.store.steps.roots import Step
 from adacheck_jax.store.storage.interface import Entry, Stamp
 from adacheck_jax.store.storage.location import AnyPath, at
@@ -128,7 +127,7 @@ def _described(step: Step, root: AnyPath) -> StepSummary:
         item=at(step.directory).below(at(root)),
         kind=kind_of(manifest) if manifest else None,
         depth=step.delta_count,
-        error=None if step.error is None else _one_line(step.error),
+        error=None if step.error is None else " ".join(str(step.error).split()),
     )
     if manifest is None:
         return row
@@ -139,10 +138,6 @@ def _described(step: Step, root: AnyPath) -> StepSummary:
         recorded=recorded_with(manifest),
         checked=_checked(manifest),
     )
-
-
-def _one_line(error: AdaCheckError) -> str:
-    return " ".join(str(error).split())
 
 
 def kind_of(manifest: Manifest) -> str:
@@ -188,9 +183,9 @@ def _others(root: AnyPath, steps: Sequence[Step]) -> list[StepSummary]:
 
 
 def _dated(row: StepSummary, root: AnyPath) -> StepSummary:
-    note = note_of(root / row.item.partition("/")[0])
-    when = None if note.saved_at is None else note.saved_at.isoformat(timespec="milliseconds")
-    return replace(row, saved_at=when, metrics=note.metrics)
+    when, metrics = note_of(root / row.item.partition("/")[0])
+    text = None if when is None else when.isoformat(timespec="milliseconds")
+    return replace(row, saved_at=text, metrics=metrics)
 
 
 def _sizes(root: AnyPath, items: Iterable[str]) -> tuple[int | None, dict[str, dict[str, int]]]:
@@ -218,33 +213,23 @@ def _sizes_of(files: Sequence[tuple[str, Entry]]) -> dict[str, int]:
     }
 
 
-_NOTE = "_CHECKPOINT_METADATA"
 _METRICS = "metrics/metrics"
 
 
-@dataclass(frozen=True, slots=True)
-class Note:
-    """Note that Orbax made of a step.
+def note_of(step_directory: AnyPath) -> tuple[datetime | None, dict[str, float]]:
+    """Read Orbax's note of a step; one that is missing or damaged tells nothing and hurts nothing.
 
-    Attributes:
-        saved_at: time of the commit, or of the beginning where there is none; None if no note
-            tells.
-        metrics: numbers that the caller gave with the save, by name.
+    Returns:
+        Time of the commit, or of the beginning where there is none; None if no note tells. And the
+        numbers that the caller gave with the save, by name.
     """
-
-    saved_at: datetime | None = None
-    metrics: dict[str, float] = field(default_factory=dict)
-
-
-def note_of(step_directory: AnyPath) -> Note:
-    """Read the note of a step; one that is missing or damaged tells nothing and hurts nothing."""
-    found = _json(step_directory, _NOTE)
+    found = _json(step_directory, marks.STEP_METADATA)
     nanoseconds = found.get("commit_timestamp_nsecs") or found.get("init_timestamp_nsecs")
     saved_at = None
     if isinstance(nanoseconds, int) and 0 < nanoseconds < 1 << 62:
         saved_at = datetime.fromtimestamp(nanoseconds / 1e9, UTC)
     metrics = found.get("metrics") or _json(step_directory, _METRICS)
-    return Note(saved_at, _numbers(metrics))
+    return saved_at, _numbers(metrics)
 
 
 def _json(directory: AnyPath, name: str) -> dict[str, Any]:

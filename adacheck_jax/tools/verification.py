@@ -10,9 +10,8 @@ import contextlib
 import dataclasses
 import hashlib
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
-from typing import Any
 
 from adacheck_jax.adapter.stock.base_checkpoint import StockCheckpoints
 from adacheck_jax.adapter.stock.descriptions import damaged_descriptions, stored_dtype
@@ -185,63 +184,55 @@ class Verifier:
         self,
         lineage: Lineage,
         what: str,
-        check: Callable[[LineageStep, BaseManifest], list[Damage]],
+        check: Callable[[LineageStep, BaseManifest], Iterator[Damage]],
     ) -> list[Damage]:
         found = []
         for entry in lineage.entries:
             digest = identity.of_step(entry)
             known = self._known.get((what, digest))  # by another link to the same files, perhaps
             if known is None:
-                known = entry.start, check(entry, lineage.base)
+                known = entry.start, _until_error(check(entry, lineage.base), entry)
                 # What is deleted while it is read says nothing about other links to the files.
                 if not known[1] or identity.of_step(entry) == digest:
                     self._known[what, digest] = known
             found += [_moved(each, known[0], entry.start) for each in known[1]]
         return found
 
-    def _structure(self, entry: LineageStep, base: BaseManifest) -> list[Damage]:
+    def _structure(self, entry: LineageStep, base: BaseManifest) -> Iterator[Damage]:
         if isinstance(entry.manifest, DeltaManifest):
-            return _delta_structure(entry, base)
-        parts = [*damaged_programs(entry, base.update), *_descriptions(entry, base)]
-        return parts + self._base_arrays(entry)
+            yield from _delta_structure(entry, base)
+        else:
+            yield from damaged_programs(entry, base.update)
+            yield from _descriptions(entry, base)
+            yield from self._base_arrays(entry, base)
 
-    def _base_arrays(self, entry: LineageStep) -> list[Damage]:
-        try:
-            known, _ = trees.flatten(self._stock.described(entry.directory))
-        except AdaCheckError as error:
-            return [damage_of(error, entry.directory)]
-        specs = {leaf.path: leaf for leaf in _stored_leaves(entry.manifest)}
-        found = []
+    def _base_arrays(self, entry: LineageStep, base: BaseManifest) -> Iterator[Damage]:
+        known, _ = trees.flatten(self._stock.described(entry.directory))
+        specs = {leaf.path: leaf for leaf in base.leaves if leaf.nbytes}
         for path in sorted(known.keys() ^ specs.keys()):
             is_there = "Orbax's metadata has" if path in known else "the manifest has"
             message = (
                 f"expected the same leaves in the manifest and in _METADATA, only {is_there} it"
             )
-            found.append(Damage(str(entry.directory / "_METADATA"), path, message))
+            yield Damage(str(entry.directory / "_METADATA"), path, message)
         for path in specs.keys() & known.keys():
             spec, other = specs[path], known[path]
             expected = (spec.shape, stored_dtype(spec.dtype))
             if (tuple(other.shape or ()), str(other.dtype)) != expected:
                 message = f"expected an array of {expected}, found {(other.shape, other.dtype)}"
-                found.append(Damage(str(entry.directory), path, message))
+                yield Damage(str(entry.directory), path, message)
         names = {leaf.name: path for path, leaf in known.items() if path in specs}
-        try:
-            lost = volume_reader.lost_chunks(zarr.database_in(entry.directory), list(names))
-        except (ValueError, OSError) as error:
-            return [*found, damage_of(error, entry.directory)]
-        return found + [Damage(str(entry.directory), names[n], why) for n, why in lost.items()]
+        lost = volume_reader.lost_chunks(zarr.database_in(entry.directory), list(names))
+        for name, why in lost.items():
+            yield Damage(str(entry.directory), names[name], why)
 
-    def _data(self, entry: LineageStep, base: BaseManifest) -> list[Damage]:
-        if isinstance(entry.manifest, BaseManifest):
-            return self._base_data(entry, entry.manifest)
-        return _delta_data(entry, base)
+    def _data(self, entry: LineageStep, base: BaseManifest) -> Iterator[Damage]:
+        if isinstance(entry.manifest, DeltaManifest):
+            return _delta_data(entry, base)
+        return self._base_data(entry, base)
 
-    def _base_data(self, entry: LineageStep, base: BaseManifest) -> list[Damage]:
-        try:
-            known, _ = trees.flatten(self._stock.described(entry.directory))
-        except AdaCheckError as error:
-            return [damage_of(error, entry.directory)]
-        found = []
+    def _base_data(self, entry: LineageStep, base: BaseManifest) -> Iterator[Damage]:
+        known, _ = trees.flatten(self._stock.described(entry.directory))
         for index, leaf in enumerate(base.leaves):
             if not leaf.nbytes or leaf.path not in known:
                 continue
@@ -251,11 +242,10 @@ class Verifier:
                 )
             except (ValueError, OSError) as error:
                 message = f"the stored bytes are damaged ({first_line(error)})"
-                found.append(Damage(str(entry.directory), leaf.path, message))
+                yield Damage(str(entry.directory), leaf.path, message)
                 continue
             if value != base.fingerprints[index]:
-                found.append(Damage(str(entry.directory), leaf.path, OTHER_BITS))
-        return found
+                yield Damage(str(entry.directory), leaf.path, OTHER_BITS)
 
 
 OTHER_BITS = "the bits are not those that were saved, by their fingerprint"
@@ -267,32 +257,36 @@ def _moved(damage: Damage, source: str, target: str) -> Damage:
     return dataclasses.replace(damage, file=target + damage.file.removeprefix(source))
 
 
-def _stored_leaves(manifest: Any) -> list[manifests.Leaf]:
-    """The leaves that a base stores elements of."""
-    return [leaf for leaf in manifest.leaves if leaf.nbytes]
-
-
-def damaged_programs(entry: LineageStep, update: Update | None) -> list[Damage]:
-    """Damage of the update programs: missing ones, and ones that do not match their digest."""
+def _until_error(damage: Iterable[Damage], entry: LineageStep) -> list[Damage]:
+    """All damage of a step; an error that ends the look at it is its last."""
     found = []
+    try:
+        for each in damage:
+            found.append(each)
+    except (AdaCheckError, ValueError, OSError) as error:
+        found.append(damage_of(error, entry.place))
+    return found
+
+
+def damaged_programs(entry: LineageStep, update: Update | None) -> Iterator[Damage]:
+    """Damage of the update programs: missing ones, and ones that do not match their digest."""
     for platform, digest in ({} if update is None else update.programs).items():
         path = entry.directory / manifest_file.update_file(platform)
         try:
             data = at(path).read()
         except OSError as error:
             message = f"expected the exported update, found none ({error.strerror})"
-            found.append(Damage(str(path), None, message, platform))
+            yield Damage(str(path), None, message, platform)
             continue
         if hashlib.sha256(data).hexdigest() != digest:
             message = f"the exported update does not match its digest ({len(data)} bytes)"
-            found.append(Damage(str(path), None, message, platform))
-    return found
+            yield Damage(str(path), None, message, platform)
 
 
 def _without_program(lineage: Lineage) -> list[Damage]:
     update = lineage.base.update
     if update is not None:
-        damaged = damaged_programs(lineage.entries[0], update)
+        damaged = [*damaged_programs(lineage.entries[0], update)]
         if len(damaged) < len(update.programs):
             return []
     message = "expected the update that a delta replays, found no program that is whole"
@@ -310,38 +304,29 @@ def _descriptions(entry: LineageStep, base: BaseManifest) -> list[Damage]:
     ]
 
 
-def _delta_structure(entry: LineageStep, base: BaseManifest) -> list[Damage]:
-    found = []
+def _delta_structure(entry: LineageStep, base: BaseManifest) -> Iterator[Damage]:
     packs: dict[AnyPath, dict[str, None]] = {}
-    try:
-        for reader in delta_reader.readers_of(Lineage((LineageStep(base, entry.holder), entry))):
-            for start, names in reader.open_packs().items():
-                packs.setdefault(start, {}).update(dict.fromkeys(names))
-        for start, names in packs.items():
-            lost = volume_reader.lost_chunks(zarr.database_at(start), [*names])
-            found += [Damage(str(start), None, f"{n}: {why}") for n, why in lost.items()]
-    except (AdaCheckError, ValueError, OSError) as error:
-        found.append(damage_of(error, entry.place))
-    return found
+    for reader in delta_reader.readers_of(Lineage((LineageStep(base, entry.holder), entry))):
+        for start, names in reader.open_packs().items():
+            packs.setdefault(start, {}).update(dict.fromkeys(names))
+    for start, names in packs.items():
+        lost = volume_reader.lost_chunks(zarr.database_at(start), [*names])
+        for name, why in lost.items():
+            yield Damage(str(start), None, f"{name}: {why}")
 
 
-def _delta_data(entry: LineageStep, base: BaseManifest) -> list[Damage]:
+def _delta_data(entry: LineageStep, base: BaseManifest) -> Iterator[Damage]:
     """Damage of all bytes of a save's deltas; leaves stored whole must have their fingerprints."""
-    found = []
     lineage = Lineage((LineageStep(base, entry.holder), entry))
-    try:
-        readers = delta_reader.readers_of(lineage)
-    except AdaCheckError as error:
-        return [damage_of(error, entry.place)]
+    readers = delta_reader.readers_of(lineage)
     for reader, delta in zip(readers, lineage.deltas, strict=True):
         for index in reader.delta.stored:
             path = base.leaves[index].path
             try:
                 parts = [fingerprint_of(b, box.start) for box, b in reader.blocks(index)]
             except AdaCheckError as error:
-                found.append(dataclasses.replace(damage_of(error, entry.place), leaf=path))
+                yield dataclasses.replace(damage_of(error, entry.place), leaf=path)
                 continue
             whole = reader.stores_whole(index)
             if whole and fingerprint.combine(parts) != delta.fingerprints[index]:
-                found.append(Damage(str(entry.place), path, OTHER_BITS))
-    return found
+                yield Damage(str(entry.place), path, OTHER_BITS)

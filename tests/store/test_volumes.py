@@ -301,15 +301,14 @@ def test_arrays_of_zeros_are_stored(tmp_path):
 def test_no_transaction_holds_more_than_its_share_unless_one_array_does(monkeypatch, tmp_path):
     sizes = []
     monkeypatch.setattr(volumes, "_TRANSACTION_BYTES", 10_000)
-    batches = volumes._batches
+    batches = volumes.batches
 
-    def noted(chunks):
-        for batch in batches(chunks):
-            own = [sum(c.data.nbytes for c in each if c.is_written) for each in batch]
-            sizes.append(own)
+    def noted(sizes_bytes, most_bytes):
+        for batch in batches(sizes_bytes, most_bytes):
+            sizes.append([sizes_bytes[n] for n in batch])
             yield batch
 
-    monkeypatch.setattr(volumes, "_batches", noted)
+    monkeypatch.setattr(volumes, "batches", noted)
     lengths = [500, 1000, 900, 1100, 5000, 10, 0, 1200]
     arrays = {f"{i}": noise(n, seed=i) for i, n in enumerate(lengths) if n}
     arrays["copy"] = arrays["4"].copy()  # referred to, so that it counts for nothing

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -12,7 +12,7 @@ import numpy as np
 from adacheck_jax.adapter import processes
 from adacheck_jax.adapter.coordination.calls import Calls
 from adacheck_jax.device.sharding import holders_of
-from adacheck_jax.format.boxes import Blocks, Box, cuts_of
+from adacheck_jax.format.boxes import Blocks, Box, batches, cuts_of
 from adacheck_jax.proof.files import step_file
 from adacheck_jax.proof.files.shadow_file import ShadowFileError
 from adacheck_jax.proof.files.step_file import FoundFile
@@ -103,8 +103,9 @@ class RecoveringProcesses:
                     holders = tuple(sorted({giver, *others}))
                     nbytes = box.size * abstract[i].dtype.itemsize
                     pieces.append((SharedPart(i, box, holders, nbytes), giver))
-        batches = [_exchanges(each) for each in _batches(pieces)]
-        if not batches:
+        groups = batches([part.nbytes for part, _ in pieces], _BATCH_BYTES)
+        exchanges = [_exchanges(pieces[each.start : each.stop]) for each in groups]
+        if not exchanges:
             return lambda i, box: put_together(box, parts[i])
         dtypes = {i: np.dtype(leaf.dtype) for i, leaf in enumerate(abstract)}
 
@@ -114,8 +115,8 @@ class RecoveringProcesses:
             return ()
 
         ready()
-        reads = SharedReads((*range(jax.process_count()),), self._root, batches)
-        for batch in batches:
+        reads = SharedReads((*range(jax.process_count()),), self._root, exchanges)
+        for batch in exchanges:
             received = reads.finish(shared_reads.begin(batch, dtypes, read))
             for (i, box), block in received.items():
                 if givers[i][box] != process:
@@ -130,21 +131,6 @@ def _users(leaf: Any, boxes: Mapping[Box, int]) -> Mapping[Box, Sequence[int]]:
     held = holders_of(leaf.sharding, leaf.shape)
     needed = {box: {each.process for each in devices} for box, devices in held.items()}
     return users_of(needed, leaf.shape, cuts_of(boxes, leaf.shape))
-
-
-def _batches(
-    pieces: Iterable[tuple[SharedPart, int]],
-) -> Iterator[list[tuple[SharedPart, int]]]:
-    """Parts and who gives them, so many that memory bears them."""
-    batch, batch_bytes = list[tuple[SharedPart, int]](), 0
-    for part, giver in pieces:
-        if batch and batch_bytes + part.nbytes > _BATCH_BYTES:
-            yield batch
-            batch, batch_bytes = [], 0
-        batch.append((part, giver))
-        batch_bytes += part.nbytes
-    if batch:
-        yield batch
 
 
 def _exchanges(pieces: Sequence[tuple[SharedPart, int]]) -> list[ShareExchange]:

@@ -25,8 +25,8 @@ from adacheck_jax.device.trees import PyTree
 from adacheck_jax.errors import storage_named
 from adacheck_jax.save.attempt import Report
 from adacheck_jax.store.steps import deletion, roots
-from adacheck_jax.store.steps.marks import COMMIT_MARK
-from adacheck_jax.store.steps.roots import TREE_METADATA, is_stock
+from adacheck_jax.store.steps.marks import COMMIT_MARK, TREE_METADATA
+from adacheck_jax.store.steps.roots import is_stock
 from adacheck_jax.store.storage.location import AnyPath, at
 
 _COMMIT = "commit"

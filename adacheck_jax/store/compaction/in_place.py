@@ -30,7 +30,7 @@ from adacheck_jax.store.links import OWN_TREE_METADATA
 from adacheck_jax.store.steps import lookup, manifest_file, marks, roots
 from adacheck_jax.store.steps.folders import BASE, DELTA, KEPT, LINEAGE
 from adacheck_jax.store.steps.lineage import Lineage
-from adacheck_jax.store.steps.roots import TREE_METADATA
+from adacheck_jax.store.steps.marks import TREE_METADATA
 from adacheck_jax.store.storage.interface import Stamp
 from adacheck_jax.store.storage.location import AnyPath, Location, at
 

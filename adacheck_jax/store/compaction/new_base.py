@@ -40,7 +40,7 @@ from adacheck_jax.store.base_writer import (
 from adacheck_jax.store.sharing import Agree, Report
 from adacheck_jax.store.steps import manifest_file
 from adacheck_jax.store.steps.lineage import Lineage
-from adacheck_jax.store.steps.roots import TREE_METADATA
+from adacheck_jax.store.steps.marks import TREE_METADATA
 from adacheck_jax.store.storage.location import AnyPath, Location, at
 from adacheck_jax.store.zarr import Compression
 

@@ -19,7 +19,8 @@ _STEP_FILES = (STEP_METADATA, "orbax.checkpoint")
 """The same, and what Orbax v1 writes there before it: its metadata come after the items."""
 COMMIT_MARK = "commit_success.txt"
 """File that Orbax writes last, into each item and then into the step."""
-_TREE_METADATA = "_METADATA"
+TREE_METADATA = "_METADATA"
+"""File by which Orbax tells a pytree from another checkpointable."""
 _WRITTEN = re.compile(
     r"([^/]+/)?(commit_success\.txt|orbax\.checkpoint|_[A-Z_]+|_sharding|_strings\.json"
     r"|manifest\.ocdbt|d/[0-9a-f]+|array_metadatas/.+|ocdbt\.process_.+|adacheck/.+)"
@@ -92,7 +93,7 @@ def is_rest(step: AnyPath) -> bool:
         return False
     names = [each.below(top) for each in top.list()]
     is_marked = {COMMIT_MARK, *_STEP_FILES}.intersection(names) > {COMMIT_MARK}
-    items = [x for x in names if x == _TREE_METADATA or x.endswith(f"/{COMMIT_MARK}")]
+    items = [x for x in names if x == TREE_METADATA or x.endswith(f"/{COMMIT_MARK}")]
     return not (is_marked and items) and all(map(_WRITTEN.fullmatch, names))
 
 

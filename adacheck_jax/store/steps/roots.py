@@ -12,6 +12,7 @@ from adacheck_jax.store.steps.lookup import resolve
 from adacheck_jax.store.steps.marks import (
     COMMIT_MARK,
     IN_PLACE,
+    TREE_METADATA,
     is_committed,
     is_item,
     is_told_by_names,
@@ -22,8 +23,6 @@ TMP_SUFFIX = ".orbax-checkpoint-tmp"
 """Part of the names that Orbax gives to directories that are not committed."""
 PROBE_PREFIX = ".adacheck-"
 """Beginning of the names of files and directories that exist for a while beside the steps."""
-TREE_METADATA = "_METADATA"
-"""Name of the file by which Orbax tells a pytree from another checkpointable."""
 
 
 @dataclass(frozen=True, slots=True)

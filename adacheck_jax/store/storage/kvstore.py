@@ -38,17 +38,16 @@ class KvStore:
 
     Args:
         url: URL of a key-value store.
-        context: context with the values of ``memory://``.
     """
 
     is_file_system = False
 
-    def __init__(self, url: str, context: ts.Context | None = None) -> None:
+    def __init__(self, url: str) -> None:
         self._url = f"{url.rstrip('/')}/"
         self._spec = _spec_of(self._url)
         driver = self._spec["driver"]
         # Else none: tensorstore remembers databases in a context, also those deleted meanwhile.
-        self.context = context or (ts.Context() if driver == "memory" else None)
+        self.context = ts.Context() if driver == "memory" else None
         self._lists_spans = driver != "s3"  # it takes their ends for a common beginning
         try:
             self._store = ts.KvStore.open(self._spec, context=self.context).result()

@@ -12,7 +12,6 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 
 from adacheck_jax.errors import LineageError, StorageError
-from adacheck_jax.format.manifest import BaseManifest
 from adacheck_jax.store import links
 from adacheck_jax.store.steps import lookup, manifest_file, marks
 from adacheck_jax.store.steps.folders import LINEAGE
@@ -107,10 +106,7 @@ class ToStore(Copier):
             Its lineage in the copy, None if there is none; and beginnings of the names of links to
             it and to those before it.
         """
-        deltas, names = deltas_of(lineage), list[str]()
-        for entry in lineage.entries[:-1]:
-            end = "/" if isinstance(entry.manifest, BaseManifest) else "."
-            names.append(f"{entry.manifest.step}{end}")
+        deltas, names = deltas_of(lineage), [links.start_of(x) for x in lineage.entries[:-1]]
         for delta, count in zip(deltas, itertools.count(len(names), -1), strict=False):
             place = at(lookup.referred(self._destination / item, delta.parent.reference))
             is_likely = name_of(self._destination, place) in self._names

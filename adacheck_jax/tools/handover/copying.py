@@ -108,7 +108,7 @@ def copy(sources: Sequence[AnyPath], target: AnyPath, progress: Progress = quiet
 
 def _asked(paths: Sequence[Location]) -> tuple[Location, list[str]]:
     """The root that paths name, and the step directories; none of these for all."""
-    traces = (marks.STEP_METADATA, manifest_file.DIRECTORY, roots.TREE_METADATA)
+    traces = (marks.STEP_METADATA, manifest_file.DIRECTORY, marks.TREE_METADATA)
     is_step = {path: any((path.listed() / each).exists for each in traces) for path in paths}
     found = {path.parent if is_step[path] else path for path in paths}
     if len(found) > 1:

@@ -14,7 +14,8 @@ from pathlib import Path
 
 import numpy as np
 
-from adacheck_jax.errors import IntegrityError, MismatchError
+from adacheck_jax.errors import IntegrityError, MismatchError, listed
+from adacheck_jax.format.boxes import batches
 from adacheck_jax.format.manifest import Leaf
 from adacheck_jax.tools.steps import InputError
 
@@ -58,10 +59,9 @@ def planned(leaves: Sequence[Leaf], indices: Iterable[int], wanted: Format) -> l
     chosen = [i for i in indices if leaves[i].nbytes or not is_orbax]
     bad = [f"{leaves[i].path} ({leaves[i].dtype})" for i in chosen if not _holds(wanted, leaves[i])]
     if bad:
-        more = f", and {len(bad) - 20} more" if len(bad) > 20 else ""
         raise MismatchError(
             f"expected leaves of types that {wanted} holds, found {len(bad)} others: "
-            f"{', '.join(bad[:20])}{more}. Nothing was written; {_REMEDIES[wanted]}"
+            f"{listed(bad)}. Nothing was written; {_REMEDIES[wanted]}"
         )
     names = [leaves[i].path if is_orbax else _name_of(leaves[i].path) for i in chosen]
     if doubled := sorted(name for name, count in Counter(names).items() if count > 1):
@@ -113,16 +113,10 @@ def check_safetensors() -> None:
 
 def shards_of(leaves: Sequence[ExportedLeaf], most_bytes: int) -> dict[str, list[ExportedLeaf]]:
     """Leaves by file name: in their order, each file as full as it may be."""
-    shards: list[list[ExportedLeaf]] = [[]]
-    size_bytes = 0
-    for each in leaves:
-        if shards[-1] and size_bytes + each.leaf.nbytes > most_bytes:
-            shards.append([])
-            size_bytes = 0
-        shards[-1].append(each)
-        size_bytes += each.leaf.nbytes
-    if len(shards) == 1:
-        return {_WHOLE: shards[0]}
+    places = batches([each.leaf.nbytes for each in leaves], most_bytes)
+    shards = [[*leaves[each.start : each.stop]] for each in places]
+    if len(shards) < 2:
+        return {_WHOLE: [*leaves]}
     total = len(shards)
     return {f"model-{n:05}-of-{total:05}.safetensors": s for n, s in enumerate(shards, start=1)}
 

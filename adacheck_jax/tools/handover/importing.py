@@ -20,7 +20,7 @@ from adacheck_jax.adapter.stock.descriptions import is_number
 from adacheck_jax.device import transfer, trees
 from adacheck_jax.device.trees import PyTree
 from adacheck_jax.errors import MismatchError
-from adacheck_jax.store.steps import manifest_file, roots
+from adacheck_jax.store.steps import manifest_file, marks
 from adacheck_jax.store.storage.location import AnyPath, at, located
 from adacheck_jax.tools.steps import InputError
 from adacheck_jax.update.recorder_state import INNER_FIELD, consumed_leaf, find_nodes, is_result
@@ -67,12 +67,12 @@ def _checkpoint_in(path: AnyPath) -> AnyPath:
             f"{ours[0]}: expected a checkpoint of stock Orbax, found a step saved by "
             "AdaCheckHandler. Restore it with adacheck.RestoreArgs."
         )
-    found = [each for each in places if at(each / roots.TREE_METADATA).exists]
+    found = [each for each in places if at(each / marks.TREE_METADATA).exists]
     if len(found) == 1 or (found and found[0] == path):
         return found[0]
     names = ", ".join(each.name for each in found or places[1:]) or "nothing"
     raise InputError(
-        f"{path}: expected a checkpoint of stock Orbax ({roots.TREE_METADATA} in it, or in one "
+        f"{path}: expected a checkpoint of stock Orbax ({marks.TREE_METADATA} in it, or in one "
         f"directory in it), found {names}. Give the directory of one step, or of one of its items."
     )
 

@@ -110,7 +110,7 @@ def row_of(walk: Walk, state: State, before: Sequence[np.ndarray]) -> StepLog:
         change,
         norm(params) if params else None,
         _learning_rate(state),
-        note_of(folder).metrics if folder else {},
+        note_of(folder)[1] if folder else {},
         bool(state.rounded),
     )
 
