@@ -108,8 +108,9 @@ class RestoringManager(ocp.CheckpointManager):
             own: Any = args
             if own is not None and self._item is not None:
                 own = own.get(self._item)
-            is_compared = own is not None and jax.process_count() > 1
-            return inputs.described(own.abstract_state) if is_compared else {}
+            if own is None or jax.process_count() == 1:
+                return {}
+            return inputs.described(own.abstract_state)
 
         self._together.meet(f"restore({step})", described)
         try:
