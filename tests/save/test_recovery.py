@@ -319,11 +319,6 @@ def cut_off(monkeypatch, run, root, memory):
     os.truncate(file_of(memory), file_of(memory).stat().st_size - 4096)
 
 
-def cut_and_of_another_update(monkeypatch, run, root, memory):
-    cut_off(monkeypatch, run, root, memory)
-    change_update(monkeypatch, run, root, memory)
-
-
 def cut_to_nothing(monkeypatch, run, root, memory):
     os.truncate(file_of(memory), 10)
 
@@ -361,7 +356,6 @@ def take_in_another_process(monkeypatch, run, root, memory):
         (change_leaves, "its state has other leaves"),
         (change_chunks, "its elements lie in another order"),
         (cut_off, "it was cut off"),
-        (cut_and_of_another_update, "it was cut off"),
         (cut_to_nothing, "has no states of"),
         (move_root, "has no states of .*elsewhere; there are some of .*root"),
         (save_on_without_it, "it is of step 3, and storage has step 4"),
