@@ -97,6 +97,7 @@ MAY_TOUCH_FILES = {
     "proof.files.step_file": "it names that file, and reads what the system says of its start",
     "update.untrusted": "it starts a script beside it",
     "adapter.directories": "it looks if a directory can be written",
+    "plan.options": "it looks if a directory that a caller names is a file",
     "tools.restorable": "callers give it a path as a text",
     "adapter.stock.plain": "Orbax takes paths",
     "tools.handover.copy_files": "it copies files",

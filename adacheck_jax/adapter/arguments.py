@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Final
+from typing import Any, Final, Literal
 
 import orbax.checkpoint as ocp
 
@@ -110,13 +110,17 @@ def expect_args(args: Any, wanted: type[SaveArgs] | type[RestoreArgs], item: str
         raise ValueError(f"expected args={example}, found {name}. Nothing was {done}.")
 
 
+Source = Literal["storage", "memory", "memory of others"]
+"""Places that a state is taken from."""
+
+
 @dataclass(frozen=True, slots=True)
 class RestoreInfo:
-    """Report of a restore: the step, and how exact it is.
+    """Report of a restore: the step, where it was, and how exact it is.
 
     Attributes:
         step: step number; -1 if stock Orbax saved the step in a directory without a number.
-        replayed_count: number of updates that were replayed.
+        replayed_count: number of updates that were replayed; in memory those of records there.
         rounded: leaf paths of the leaves that are within rounding of the saved bits; empty if
             every leaf is exact.
         tolerance: largest expected error of those leaves, relative to each leaf's largest value:
@@ -128,6 +132,8 @@ class RestoreInfo:
             that step. All others are as ``rounded`` says.
         replica: device whose replica was saved, such as ``"gpu:3"``, where replicas that are
             declared equal were not; empty where they were equal, or were not compared.
+        source: ``"storage"``; or by ``restore_newest`` and ``recover`` ``"memory"``, where all that
+            this process needs lay in files that it found itself, else ``"memory of others"``.
     """
 
     step: int
@@ -137,6 +143,7 @@ class RestoreInfo:
     verified: bool = True
     stale: Mapping[str, int] = field(default_factory=dict)
     replica: str = ""
+    source: Source = "storage"
 
     @property
     def exact(self) -> bool:

@@ -6,12 +6,13 @@ import dataclasses
 import functools
 import json
 import operator
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import jax
 import jax.core
 import numpy as np
+import orbax.checkpoint as ocp
 
 from adacheck_jax.device import trees
 from adacheck_jax.device.trees import PyTree
@@ -42,11 +43,21 @@ def expected_step(step: Any, remedy: str) -> int:
     except TypeError:
         number = None
     if number is None or not 0 <= number <= _MAX_STEP:
+        found = repr(step) if np.isscalar(step) else f"a {type(step).__name__}"
         raise ValueError(
-            f"expected a step number, an integer from 0 to 2**63 - 1, found {step!r}. Nothing was "
+            f"expected a step number, an integer from 0 to 2**63 - 1, found {found}. Nothing was "
             f"saved; {remedy}."
         )
     return number
+
+
+def expect_not_swapped(state: PyTree, step: Any) -> None:
+    """Raises ValueError where ``record_step`` is given the step and the state the other way."""
+    if isinstance(state, int | np.integer) and not isinstance(step, int | np.integer | None):
+        raise ValueError(
+            f"expected record_step(state, step), found record_step({state!r}, a "
+            f"{type(step).__name__}). Nothing was recorded; give the state first."
+        )
 
 
 def file_bytes(size: Any) -> int | None:
@@ -63,6 +74,36 @@ def file_bytes(size: Any) -> int | None:
     )
 
 
+def expect_tree(state: PyTree) -> None:
+    """Raises MismatchError where arguments of a save or a restore are given as a state."""
+    if isinstance(state, ocp.args.CheckpointArgs):
+        raise MismatchError(
+            f"expected a state, found {type(state).__name__}. Nothing was saved or restored; give "
+            "the state itself, abstract or not, without arguments around it."
+        )
+
+
+def described(state: PyTree) -> Mapping[str, str]:
+    """Data type and shape of each leaf that a caller asks for, by leaf path."""
+    expect_tree(state)
+    return {
+        path: f"{getattr(leaf, 'dtype', type(leaf).__name__)}{[*getattr(leaf, 'shape', ())]}"
+        for path, leaf in trees.flatten(state)[0].items()
+    }
+
+
+def expect_same(states: Sequence[Mapping[str, str]], where: str) -> None:
+    """Raises MismatchError unless all processes ask for the same, as :func:`described`."""
+    for process, each in enumerate(states):
+        trees.check_same_leaves(
+            states[0],
+            each,
+            where=f"{where}: expected the same abstract state in all processes",
+            remedy="Nothing was restored; build it by the same code in all of them.",
+            words=("in process 0", f"in process {process}"),
+        )
+
+
 def checked_state(state: PyTree, save_args: PyTree | None = None) -> PyTree:
     """Refuse a state that no base can hold: leaves that ``StandardSave`` refuses or loses.
 
@@ -74,6 +115,7 @@ def checked_state(state: PyTree, save_args: PyTree | None = None) -> PyTree:
         MismatchError: the state is not a pytree of arrays and numbers, or is being traced, or a
             leaf has a data type that cannot be stored.
     """
+    expect_tree(state)
     if state is None or isinstance(state, jax.Array | np.ndarray | int | float):
         raise MismatchError(
             f"expected a pytree with arrays in it, found {type(state).__name__}. Nothing was "

@@ -24,7 +24,7 @@ from adacheck_jax.adapter import directories, inputs, processes
 from adacheck_jax.adapter.arguments import KEPT, RestoreArgs, RestoreInfo, SaveArgs
 from adacheck_jax.adapter.coordination.calls import Calls
 from adacheck_jax.adapter.memory.gate import Neighbours
-from adacheck_jax.adapter.memory.recovery import RecoveringProcesses, found_files
+from adacheck_jax.adapter.memory.recovery import NoFilesError, RecoveringProcesses, found_files
 from adacheck_jax.adapter.memory.replaying import replay
 from adacheck_jax.adapter.reports import Announcer, OnSave, SaveReport, report_of
 from adacheck_jax.adapter.restoring import StepRestorer, resolve, stock_info
@@ -282,6 +282,7 @@ class TrainingRun:
     ) -> bool:
         """Take hold of a step for the next save; see :meth:`AdaCheckHandler.record_step`."""
         self._process.enter()
+        inputs.expect_not_swapped(state, step)
         if (saver := self.saver) is None:
             inputs.checked_state(state)
             inputs.step_number(step)
@@ -344,6 +345,7 @@ class TrainingRun:
             return self._restore(directory, args, consent)
 
     def _restore(self, directory: AnyPath, args: RestoreArgs, consent: Consent | None) -> PyTree:
+        inputs.expect_tree(args.abstract_state)
         restored = self._restorer.restore(directory, args)
         if restored.lineage is None:
             self.note_stock(restored.directory)
@@ -381,31 +383,38 @@ class TrainingRun:
             )
         there, known, begin_s = located(str(root)), None, self._clock()
         peers = RecoveringProcesses(there, self.calls)
+        self.calls.note("recover() or restore_newest()")
         try:
+            inputs.expect_tree(abstract_state)
             found = found_files(str(self._options.shadow_directory), _told_root(there), item)
-            name = peers.item(found, item)
+            name = peers.item(found, item, abstract_state)
             known = _newest(there, name or None)
             saver = self._saver_of(Place((there, name or None), None))
             if jax.process_count() == 1 and not any(each.place.run for each in found):
-                step, state = saver.recover(abstract_state, known, replay)
+                made = saver.recover(abstract_state, known, replay)
             else:
                 with self._consent(f"{there}, recovered") as consent:
-                    step, state = saver.recover_together(
-                        abstract_state, known, found, peers, replay, consent
-                    )
+                    args = abstract_state, known, found, peers, replay, consent
+                    made = saver.recover_together(*args)
             saver.note("recover_s", self._clock() - begin_s)
         except ShadowFileError as error:
-            _log.warning(
-                "The state is not recovered from memory (restore it from storage): %s.", error
+            is_first = isinstance(error, NoFilesError) and not _has_steps(there)
+            _log.log(
+                logging.INFO if is_first else logging.WARNING,
+                "The state is not recovered from memory (restore it from storage): %s.",
+                error,
             )
             return None
         except BaseException as error:
             peers.fail(error)
             raise
-        stored = "no step" if known is None else f"step {known.step}"
-        _log.info("Step %d is recovered from memory; storage has %s.", step, stored)
-        self.restored = RestoreInfo(step, 0, (), 0.0)
-        return step, state
+        stored, count = "no step" if known is None else f"step {known.step}", made.replayed_count
+        _log.info(
+            "Step %d is recovered from %s (%d updates replayed); storage has %s.",
+            *(made.step, peers.source, count, stored),
+        )
+        self.restored = RestoreInfo(made.step, count, (), 0.0, source=peers.source)
+        return made.step, made.state
 
     def note_stock(self, directory: AnyPath) -> None:
         """Note that a step was restored that stock Orbax saved: the next save is a base."""
@@ -493,6 +502,13 @@ def _newest(root: AnyPath, item: str | None) -> Newest | None:
         except AdaCheckError as error:
             _log.warning("%s: the newest step in storage cannot be built on: %s", path, error)
     return Newest(step, number, lineage)
+
+
+def _has_steps(root: AnyPath) -> bool:
+    """True unless a root is known to have no step."""
+    with contextlib.suppress(OSError, AdaCheckError):
+        return bool(roots.items_of(root) or roots.stock_steps(root))
+    return True
 
 
 def _told_root(root: AnyPath) -> str:

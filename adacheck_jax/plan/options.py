@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Literal, get_args
 
 from adacheck_jax.device import replicas
@@ -58,7 +59,8 @@ class Shadow:
     Raises:
         ValueError: ``bytes`` is not positive, ``copies`` negative, ``domain`` no name,
             ``directory`` no directory of this machine, another value is not True or False, there
-            are ``records`` without a directory, or a copy on the devices has ``bytes`` or one.
+            are ``records`` or more ``copies`` without a directory, or a copy on the devices has
+            ``bytes`` or one.
     """
 
     bytes: int | None = None
@@ -90,6 +92,11 @@ class Shadow:
             raise ValueError(
                 f"expected Shadow(copies=...) to be an int >= 0, found {self.copies!r}"
             )
+        if directory is None and self.copies > 1:
+            raise ValueError(
+                f"expected a directory with Shadow(copies={self.copies}), found none: copies lie "
+                'in it. Give it, Shadow(directory="/dev/shm/myrun", ...), or leave copies out.'
+            )
         if not isinstance(self.domain, str | None):
             raise ValueError(f"expected Shadow(domain=...) to be a name, found {self.domain!r}")
         is_path = isinstance(directory, str) or hasattr(directory, "__fspath__")
@@ -97,6 +104,11 @@ class Shadow:
             raise ValueError(
                 "expected Shadow(directory=...) to be a directory of this machine, such as "
                 f'"/dev/shm/myrun", found {directory!r}'
+            )
+        if directory is not None and (path := Path(str(directory))).exists() and not path.is_dir():
+            raise ValueError(
+                f"expected Shadow(directory=...) to be a directory, found a file at {directory}. "
+                "Name another place; the directory is made if it is not there."
             )
         if self.on_devices and (most is not None or directory is not None):
             raise ValueError(

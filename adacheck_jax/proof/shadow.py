@@ -27,14 +27,16 @@ from adacheck_jax.format.boxes import Blocks, Box
 from adacheck_jax.proof import holdings
 from adacheck_jax.proof.files.journal import Journal
 from adacheck_jax.proof.files.record_log import RecordLog
-from adacheck_jax.proof.files.shadow_file import ShadowFileError
+from adacheck_jax.proof.files.shadow_file import ShadowFileError, peek
 from adacheck_jax.proof.files.step_file import (
     FilePlace,
     Found,
     FoundFile,
     StepChange,
+    expect_alike,
     kind_at,
     remove_others,
+    state_told,
 )
 from adacheck_jax.proof.free_memory import free_bytes
 from adacheck_jax.proof.holdings import Held, HeldBox
@@ -433,6 +435,9 @@ def opened(
     if found.kind == RecordLog.kind:
         file = RecordLog(found.place, structure, update, held, found.place.found_bytes[0])
     else:
+        # Of another update it would not be known why there is no fold.
+        own = state_told(structure, update)
+        expect_alike(found.place.path, peek(found.place.path) or own, own)
         fold = fold_of(structure, update, held, is_kept=True)
         if isinstance(fold, str):
             raise ShadowFileError(fold or "the update cannot be computed from the shadow")

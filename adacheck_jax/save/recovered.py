@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Protocol
 
 import jax
@@ -50,6 +50,7 @@ class Recovered:
         state: the state that the caller gets.
         leaves: its leaves as they are trained: with arrays in place of Python numbers.
         has_records: True if it was in several processes' files for records.
+        replayed_count: number of updates that were replayed.
     """
 
     lineage: Lineage | None
@@ -57,6 +58,7 @@ class Recovered:
     state: PyTree
     leaves: Sequence[Any]
     has_records: bool = False
+    replayed_count: int = 0
 
 
 class RecordReplay(Protocol):
@@ -121,7 +123,13 @@ def state_from(
             lambda: None,
         )
 
-    return compared(structure, abstract_state, like, found.step, found.sums, newest, advance)
+    made = compared(structure, abstract_state, like, found.step, found.sums, newest, advance)
+    return replace(made, replayed_count=count_of(found.records))
+
+
+def count_of(records: Sequence[Recorded]) -> int:
+    """Number of the records that have an update."""
+    return sum(bool(each.updates) for each in records)
 
 
 def replayed(

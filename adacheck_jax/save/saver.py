@@ -152,8 +152,8 @@ class Saver:
 
     def recover(
         self, abstract_state: PyTree, newest: Newest | None, replay: RecordReplay
-    ) -> tuple[int, PyTree]:
-        """Takes the state that another process has left in the shadow's file, and its step number.
+    ) -> Recovered:
+        """Takes the state that another process has left in the shadow's file.
 
         Every fingerprint was compared. ``newest`` is the newest step in storage, if there is one;
         ``replay`` brings a state of the file to its step.
@@ -169,7 +169,7 @@ class Saver:
             self._shadow.close()
             raise
         self._follow_recovered(found, newest, has_shadow=True)
-        return found.step, found.state
+        return found
 
     def recover_together(
         self,
@@ -179,7 +179,7 @@ class Saver:
         peers: Together,
         replay: RecordReplay,
         consent: Consent | None,
-    ) -> tuple[int, PyTree]:
+    ) -> Recovered:
         """As :meth:`recover`, from the files that all processes found of one run; collective.
 
         The next run has files of its own, beside which these stay until it has passed its gate.
@@ -189,7 +189,7 @@ class Saver:
         if found.has_records:  # which this run finds out as the last one did, else
             self._shadow.keep_records()
         self._follow_recovered(found, newest, has_shadow=False, consent=consent)
-        return found.step, found.state
+        return found
 
     def note(self, name: str, seconds: float) -> None:
         """Notes a cost of the schedule that was measured."""

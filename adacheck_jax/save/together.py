@@ -24,7 +24,7 @@ from adacheck_jax.format.boxes import Blocks, Box
 from adacheck_jax.proof import agreement, holdings, shadow
 from adacheck_jax.proof.agreement import Choice, Offer, OfferedStep
 from adacheck_jax.proof.files.record_log import RecordLog
-from adacheck_jax.proof.files.shadow_file import ShadowFileError
+from adacheck_jax.proof.files.shadow_file import CutOffError, ShadowFileError
 from adacheck_jax.proof.files.step_file import Found, FoundFile, Recorded, StepFile
 from adacheck_jax.proof.holdings import Boxes, Held, OfBoxes
 from adacheck_jax.save.attempt import Report
@@ -34,6 +34,7 @@ from adacheck_jax.save.recovered import (
     RecordReplay,
     Recovered,
     compared,
+    count_of,
     example_of,
     examples_of,
     leaf_like,
@@ -148,6 +149,9 @@ def _opened(planner: Planner, structures: Sequence[Structure], found: FoundFile)
         update = planner.updates.of(structure)
         try:
             file = shadow.opened(found, structure, update)
+        except CutOffError as error:
+            _log.warning("%s: its part of the state is not taken: %s", found.place.path, error)
+            return str(error)
         except ShadowFileError as error:
             why = str(error)
             continue
@@ -373,7 +377,8 @@ def _delivered(
             meet(why or f"{type(error).__name__}: {error}")
         raise meet.ended or error from None
     meet()  # all of them have it, or none
-    return replace(found, has_records=parts.are_records)
+    replayed_count = count_of(parts.records)
+    return replace(found, has_records=parts.are_records, replayed_count=replayed_count)
 
 
 class _Meeting:

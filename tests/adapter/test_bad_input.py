@@ -67,6 +67,35 @@ def test_a_state_that_cannot_be_stored(tmp_path, name):
     assert (tmp_path / "3/default/adacheck/lineage").exists()  # a delta: nothing was given up
 
 
+@pytest.mark.parametrize("has_memory", [False, True])
+def test_arguments_where_a_state_is_expected(tmp_path, has_memory):
+    run = dict_run(mesh_of((1, 1)))
+    args = adacheck.RestoreArgs(run.state)
+    shadow = adacheck.Shadow(directory=tmp_path / "memory" if has_memory else None)
+    root = tmp_path / "root"
+    with adacheck.checkpoint_manager(root, run.recorder, shadow=shadow) as manager:
+        save_steps(manager, run, 1)
+        for act in (
+            lambda: manager.restore_newest(args),
+            lambda: manager.restore(run.count, args=adacheck.RestoreArgs(args)),
+            lambda: manager.handler.record_step(adacheck.SaveArgs(run.state)),
+        ):
+            with pytest.raises(MismatchError, match=r"expected a state, found .*give the state"):
+                act()
+
+
+@pytest.mark.parametrize("has_base", [False, True])
+def test_a_step_and_a_state_that_are_swapped(tmp_path, has_base):
+    run = dict_run(mesh_of((1, 1)))
+    with adacheck.checkpoint_manager(tmp_path, run.recorder) as manager:
+        if has_base:
+            save_steps(manager, run, 1)
+        with pytest.raises(ValueError, match=r"record_step\(state, step\), found .*2, a d"):
+            manager.handler.record_step(2, run.state)
+        with pytest.raises(ValueError, match=r"expected a step number, .*found a dict"):
+            manager.save(run.state, args=adacheck.SaveArgs(run.state))
+
+
 @pytest.mark.parametrize("step", [-1, 2.5, 3.0, "3", True, 2**70, jnp.ones(2)])
 def test_what_is_no_step_number(tmp_path, step):
     handler = adacheck.AdaCheckHandler()

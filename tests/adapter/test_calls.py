@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+import os
 import re
 import threading
 import time
@@ -23,6 +25,7 @@ from adacheck_jax.adapter.away.lockstep import Lockstep
 from adacheck_jax.adapter.coordination.calls import Calls, DifferingCallsError
 from adacheck_jax.adapter.coordination.service import Patience
 from adacheck_jax.adapter.processes import Processes
+from adacheck_jax.errors import AdaCheckError, MismatchError
 from tests import support
 from tests.adapter.memory_service import MemoryService
 from tests.processes import launch, leaves
@@ -123,6 +126,77 @@ def test_calls_that_differ_are_named_in_all(loops_of, monkeypatch, here, others,
     (told,) = raised(loops_of(count).run(here, others))
     first, second = names
     assert re.search(rf"found {first} in process 0 where process [12] called {second}\.", told)
+
+
+def restores(step: int, leaf: str = "x") -> Callable[[Lockstep], Any]:
+    def loop(manager: Lockstep) -> Any:
+        saves(2)(manager)
+        manager.meet(f"restore({step})", lambda: {leaf: "float32[3]"})
+        return manager.decided(lambda: {"saved": 3}, "save(3)")["saved"]
+
+    return loop
+
+
+@pytest.mark.parametrize("count", [2, 3])
+@pytest.mark.parametrize(
+    ("here", "others", "names"),
+    [
+        (restores(2), restores(1), (r"restore\(2\)", r"restore\(1\)")),
+        (saves(2, 3), restores(2), (r"save\(3\)", r"restore\(2\)")),
+        (restores(2), saves(2, 3), (r"restore\(2\)", r"save\(3\)")),
+    ],
+)
+def test_restores_are_calls_too(loops_of, here, others, names, count):
+    (told,) = raised(loops_of(count).run(here, others))
+    assert re.search(rf"found {names[0]} in process 0 where process [12] called {names[1]}", told)
+
+
+@pytest.mark.parametrize("differing", [0, 1, 2])
+def test_who_asks_for_another_state_is_told_with_all_others_before_any_begins(loops_of, differing):
+    every = [restores(2)] * 3
+    every[differing] = restores(2, "y")
+    for each in loops_of(3).run(*every):
+        with pytest.raises(MismatchError, match=r"the same abstract state in all .*2 leaves"):
+            each.result()
+    found = loops_of(3).run(restores(2))  # nothing is wrong with what comes later
+    assert [each.result() for each in found] == [3] * 3
+
+
+@pytest.mark.parametrize("failing", [0, 1])
+def test_whose_restore_fails_before_it_begins_tells_the_others(loops_of, failing):
+    def fails(manager: Lockstep) -> Any:
+        saves(2)(manager)
+        manager.meet("restore(2)", lambda: 1 // 0)
+
+    every = [restores(2)] * 2
+    every[failing] = fails
+    found = loops_of(2).run(*every)
+    with pytest.raises(ZeroDivisionError):
+        found[failing].result()
+    with pytest.raises(AdaCheckError, match=rf"process {failing} could not restore \(ZeroDiv"):
+        found[1 - failing].result()
+
+
+def test_restores_beside_the_loop_come_in_any_order(loops_of):
+    def beside(order: tuple[int, ...]) -> Callable[[Lockstep], Any]:
+        def loop(manager: Lockstep) -> Any:
+            index = jax.process_index()
+
+            def look(step: int) -> None:
+                loops._here.index = index
+                manager.meet(f"restore({step})", lambda: {"x": "float32[3]"})
+
+            saves(2)(manager)
+            with ThreadPoolExecutor(2) as pool:
+                looks = [pool.submit(look, step) for step in order]
+            assert [each.result() for each in looks] == [None, None]
+            return saves(3)(manager)
+
+        return loop
+
+    loops = loops_of(2)
+    found = loops.run(beside((2, 1)), beside((1, 2)))
+    assert [each.result() for each in found] == [3, 3]
 
 
 def test_who_waits_for_long_says_for_whom(loops_of, monkeypatch, caplog):
@@ -237,7 +311,7 @@ def test_calls_differ_where_both_told_others(one, other):
 def test_real_processes_raise_and_lose_nothing_that_all_had(tmp_path, mode, calls):
     root, out = tmp_path / "root", tmp_path / "out"
     launch(mode, 2, root, out, 1, WORKER)
-    text = f"found {calls[0]} in process 0 where process 1 called {calls[1]}. Neither is saved"
+    text = f"found {calls[0]} in process 0 where process 1 called {calls[1]}. Neither was done"
     for n in range(2):
         errors = Path(f"{out}-errors{n}").read_text().splitlines()
         assert all(text in each for each in errors), errors
@@ -274,3 +348,22 @@ def test_who_alone_keeps_memory_does_not_wait_for_the_others_there(tmp_path):
         errors = Path(f"{out}-errors{n}").read_text().splitlines()
         assert errors[0].startswith(first)
         assert all(text in each for each in errors), errors
+
+
+@pytest.mark.slow
+@pytest.mark.first(1)
+def test_real_processes_restore_alike_or_raise_and_say_what_is_cut_off(tmp_path):
+    root, out, worker = tmp_path / "root", tmp_path / "out", "tests.adapter.restores_worker"
+    launch("train", 2, root, out, 1, worker)
+    (cut,) = Path(f"{out}-memory1").iterdir()
+    os.truncate(cut, cut.stat().st_size - 4096)
+    launch("restore", 2, root, out, 1, worker)
+    assert leaves(Path(f"{out}-recovered.npz")) == leaves(Path(f"{out}-trained.npz"))
+    told = [json.loads(Path(f"{out}-told{n}").read_text()) for n in range(2)]
+    for n, each in enumerate(told):
+        differing, source, other_step = each["results"]
+        assert "MismatchError" in differing
+        assert "in process 1, not in process 0 (1): more." in differing
+        assert source == ("memory", "memory of others")[n]
+        assert "found restore(3) in process 0 where process 1 called restore(2)." in other_step
+    assert [x for x in told[1]["said"] if str(cut) in x and "it was cut off" in x]

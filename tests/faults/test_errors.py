@@ -375,6 +375,8 @@ class TestPlaces:
             ({"on_devices": "yes"}, "on_devices=.*True or False, found 'yes'"),
             ({"background_bases": None}, "background_bases=.*True or False, found None"),
             ({"on_devices": True, "bytes": 10}, "neither bytes nor a directory"),
+            ({"copies": 2}, r"a directory with Shadow\(copies=2\), found none.*leave copies out"),
+            ({"directory": __file__}, "to be a directory, found a file at .*Name another place"),
         ],
         ids=str,
     )

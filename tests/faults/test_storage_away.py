@@ -21,6 +21,7 @@ from adacheck_jax.adapter.away import looking, outage
 from adacheck_jax.errors import StorageError
 from adacheck_jax.format.manifest import BaseManifest
 from adacheck_jax.plan import situation
+from adacheck_jax.save import pending
 from adacheck_jax.save.line import kept
 from adacheck_jax.store import claims
 from adacheck_jax.store.packs import writer
@@ -198,7 +199,37 @@ def test_what_hangs_does_not_stop_the_loop(point, tmp_path, monkeypatch, caplog)
         loop.step()
         manager.wait_until_finished()
     assert joined(loop.check()) == [[5, 6], [7, 8, 9, 10]]
-    assert caplog.text.count("A save has not ended for 61 s") == 1
+    assert caplog.text.count("A save has not ended for 61 s (storage is slow, or does not") == 1
+
+
+def test_a_save_that_waits_for_its_check_does_not_blame_storage(tmp_path, monkeypatch, caplog):
+    monkeypatch.setattr(outage, "PATIENCE_S", 0.0)
+    monkeypatch.setattr(outage, "_SLOWER", 0.0)
+    loop, go_on, verify = Loop(tmp_path), threading.Event(), pending.Pending.verify
+    waits = threading.Event()
+
+    def held(step: pending.Pending) -> Any:
+        if step.step == 2 and threading.current_thread().name == "adacheck_write":
+            waits.set()
+            assert go_on.wait(120)
+        return verify(step)
+
+    monkeypatch.setattr(pending.Pending, "verify", held)
+    with loop.manager as manager:
+        loop.step()
+        manager.wait_until_finished()
+        loop.step()
+        assert waits.wait(60)
+        loop.step()
+        go_on.set()
+        loop.until_failed()
+        loop.step()
+        manager.wait_until_finished()
+    loop.check()
+    assert "(it waited not for storage, but for the check of its replay" in caplog.text
+    assert "The save has ended: steps that are in memory are written now" in caplog.text
+    assert "torage is slow" not in caplog.text
+    assert "Storage answers" not in caplog.text
 
 
 @pytest.mark.first(1, slow=6)

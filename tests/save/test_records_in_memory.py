@@ -62,7 +62,7 @@ def test_the_next_save_after_a_recovery_is_a_delta_of_the_newest_step(root, memo
     run = support.dict_run(mesh_of(shape))
     with manager_of(root, handler_of(run.recorder, memory, records=True)) as manager:
         saved = save_steps(manager, run, 3)
-    for _ in range(2):
+    for count in (2, 4):
         handler = handler_of(run.recorder, memory, records=True)
         with manager_of(root, handler) as manager:
             found = handler.recover(root, support.abstract(run.state))
@@ -70,6 +70,7 @@ def test_the_next_save_after_a_recovery_is_a_delta_of_the_newest_step(root, memo
             assert found[0] == run.count
             assert handler.restored is not None
             assert handler.restored.exact
+            assert (handler.restored.source, handler.restored.replayed_count) == ("memory", count)
             assert_same(found[1], saved[run.count])
             run.state = found[1]
             saved |= save_steps(manager, run, 2)

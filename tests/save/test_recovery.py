@@ -20,6 +20,7 @@ import orbax.checkpoint as ocp
 import pytest
 
 import adacheck_jax as adacheck
+from adacheck_jax.adapter.arguments import RestoreInfo
 from adacheck_jax.device import transfer
 from adacheck_jax.proof.files import shadow_file, step_file
 from adacheck_jax.proof.files.journal import Journal
@@ -301,6 +302,11 @@ def change_update(monkeypatch, run, root, memory):
     run.recorder = support.dict_run(mesh_of((1, 1)), optax.adamw(3e-2)).recorder
 
 
+def change_optimizer(monkeypatch, run, root, memory):
+    other = support.dict_run(mesh_of((1, 1)), optax.contrib.muon(1e-2))  # of no copy on the host
+    run.recorder, run.state = other.recorder, other.state
+
+
 def change_leaves(monkeypatch, run, root, memory):
     run.state = {**run.state, "more": jnp.zeros(3)}
 
@@ -345,7 +351,8 @@ def take_in_another_process(monkeypatch, run, root, memory):
     [
         (forget_boot, "the machine was started anew since"),
         (change_settings, "its process had other settings of arithmetic"),
-        (change_update, "its update is another one"),
+        (change_update, "its update is another one: another optimizer"),
+        (change_optimizer, "its state has other leaves: another model, or another optimizer"),
         (change_leaves, "its state has other leaves"),
         (change_chunks, "its elements lie in another order"),
         (cut_off, "it was cut off"),
@@ -364,6 +371,20 @@ def test_what_is_of_something_else_is_refused_and_says_why(
         change(patch, run, root, memory)
         assert recovered_run(run, root, memory) is None
     assert re.search(reason, told(caplog))
+
+
+def test_a_file_of_records_that_was_cut_off_is_told_as_such(root, memory, caplog):
+    run, _ = trained(root, memory, records=True)
+    cut_off(None, run, root, memory)
+    assert recovered_run(run, root, memory) is None
+    assert "it was cut off" in told(caplog)
+
+
+def test_a_file_that_was_cut_off_at_its_beginning_is_named(root, memory, caplog):
+    run, _ = trained(root, memory)
+    cut_to_nothing(None, run, root, memory)
+    assert recovered_run(run, root, memory) is None
+    assert f"{file_of(memory)}: its part of the state is not taken: it does not" in caplog.text
 
 
 def test_a_file_that_is_of_another_user_is_refused(root, memory, monkeypatch, caplog):
@@ -394,10 +415,6 @@ def test_a_run_of_another_state_takes_the_file(tmp_path, root, memory):
     assert len([*memory.iterdir()]) == 1
 
 
-def not_a_directory(monkeypatch, memory):
-    memory.write_text("a file")
-
-
 def not_a_file(monkeypatch, memory):
     (memory / "default.0.adacheck-shadow").mkdir(parents=True)
 
@@ -418,7 +435,6 @@ def taken(monkeypatch, memory):
 @pytest.mark.parametrize(
     ("spoil", "reason"),
     [
-        (not_a_directory, "File exists"),
         (not_a_file, "Is a directory"),
         (full, "No space left"),
         (taken, "another process"),
@@ -663,6 +679,9 @@ def test_one_call_restores_from_memory_or_else_from_storage(root, memory, items,
 
     with manager() as own:
         assert own.restore_newest(support.abstract(run.state)) is None
+        assert not [x for x in caplog.records if x.levelno >= logging.WARNING], (
+            "it is the first run"
+        )
         for step in (1, 2):
             run.advance()
             own.save(step, args=args())
@@ -675,6 +694,7 @@ def test_one_call_restores_from_memory_or_else_from_storage(root, memory, items,
     with manager() as own:
         step, state = own.restore_newest(support.abstract(run.state))
         assert (step, own.latest_step()) == (3, 2)
+        assert own.handler.restored == RestoreInfo(3, 0, (), 0.0, source="memory")
         assert_same(state, expected)
     is_behind = "the other items are in storage, of step 2: 1 behind" in caplog.text
     assert is_behind == (items is not None)
@@ -682,6 +702,8 @@ def test_one_call_restores_from_memory_or_else_from_storage(root, memory, items,
     with manager() as own:
         step, _ = own.restore_newest(support.abstract(run.state))
         assert step == 2
+        assert own.handler.restored.source == "storage"
+    assert "has no states of" in told(caplog)  # storage has steps, and their memory is missing
 
 
 @pytest.mark.parametrize("is_used", [False, True])

@@ -18,7 +18,6 @@ import jax
 import orbax.checkpoint as ocp
 from etils import epath
 
-from adacheck_jax.adapter.away.lockstep import Lockstep
 from adacheck_jax.adapter.away.outage import Outage
 from adacheck_jax.adapter.away.restores import RestoringManager
 from adacheck_jax.adapter.handler import AdaCheckHandler
@@ -43,9 +42,6 @@ class EndingManager(RestoringManager):
         goes_on = is_only and (is_alone or options.enable_async_checkpointing)
         self._outage = Outage() if goes_on else None
         handler.run.keeps_refused = goes_on
-        self._together = Lockstep(root)
-        handler.run.calls = self._together.calls
-        self._together.introduce(handler.run.described)
         self._failure: BaseException | None = None
         self._is_stale = False
         if goes_on and not is_alone:

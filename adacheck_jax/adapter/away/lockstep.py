@@ -10,22 +10,24 @@ made the same call (:mod:`~adacheck_jax.adapter.coordination.calls`). Each tells
 those of all others; of many processes the first one reads them for all, and then tells.
 """
 
-# Threads: the training loop's; but for commit and fail, which Orbax's threads call about the save
-# in flight, whose exchange the loop's thread replaces once that save has ended.
+# Threads: the training loop's; but any may call meet, and Orbax's call commit and fail, about the
+# save in flight, whose exchange the loop's thread replaces once that save has ended.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import threading
+from collections.abc import Callable, Mapping, Sequence
 
 import jax
 
 from adacheck_jax.adapter import processes
 from adacheck_jax.adapter.coordination.calls import Calls
+from adacheck_jax.adapter.inputs import expect_same
 from adacheck_jax.adapter.processes import ServiceExchange
 from adacheck_jax.errors import AdaCheckError
 from adacheck_jax.save.attempt import Report
 
-_COMMIT = "commit"
+_COMMIT, _RESTORE = "commit", "restore"
 _FEW = 64
 """Number of processes up to which each reads the calls of all."""
 
@@ -42,6 +44,8 @@ class Lockstep:
         self._directory, self._number = directory, 0
         self._exchange: ServiceExchange | None = None
         self._past: ServiceExchange | None = None
+        self._restored: ServiceExchange | None = None
+        self._thread = threading.get_ident()
         self.longest_s: float | None = None
         self.calls, self._are_alike = Calls(directory), True
 
@@ -52,7 +56,7 @@ class Lockstep:
 
     def begin(self) -> None:
         """Begins a save: what was told before has been heard by all, once all have begun it."""
-        self._past, self._number = self._exchange, 0
+        self._past, self._number, self._thread = self._exchange, 0, threading.get_ident()
         self._exchange = processes.exchange(f"{self._directory}: saves", is_save=False)
 
     def begin_anew(self) -> None:
@@ -105,6 +109,49 @@ class Lockstep:
             exchange.fail(topic, error, "go on")
             raise
         return decision
+
+    def meet(self, call: str, describe: Callable[[], Mapping[str, str]]) -> None:
+        """Waits until all processes make the same restore, before any begins what is collective.
+
+        Beside the training loop calls come in any order, and those of one name alone are compared.
+
+        Args:
+            call: the call.
+            describe: describes the state that this process asks for, by leaf path, or raises.
+
+        Raises:
+            DifferingCallsError: another process makes another call.
+            MismatchError: another process asks for another state.
+            AdaCheckError: another process's own call failed, or it is gone.
+        """
+        calls, where = self.calls, f"{self._directory}: restores"
+        if is_beside := threading.get_ident() != self._thread or not self._are_alike:
+            calls, where = Calls(self._directory), f"{self._directory}: {call}"
+        exchange = processes.exchange(where, is_save=False)
+        if exchange is None:
+            describe()
+            return
+        exchange = exchange.watching(calls)
+        calls.note(call)
+        try:
+            own: Report = {"calls": calls.told(), "state": describe()}
+        except BaseException as error:
+            exchange.fail(_RESTORE, error, "restore")
+            raise
+
+        def judge(reports: Sequence[Report]) -> Report:
+            told = [(n, each["calls"]) for n, each in enumerate(reports)]
+            if other := next((x for x in told if calls.difference(0, *x)), None):
+                return {"differing": [told[0], other]}
+            expect_same([each["state"] for each in reports], str(self._directory))
+            return {"differing": []}
+
+        for process, told in exchange.agree(_RESTORE, own, judge)["differing"]:
+            exchange.compare(process, told)
+        if not is_beside:
+            if self._restored is not None:
+                self._restored.forget()
+            self._restored = exchange
 
     def agreed(self, own: Report, judge: Callable[[Sequence[Report]], Report]) -> Report:
         """The answer to the reports of all processes.

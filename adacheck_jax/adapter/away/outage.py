@@ -89,7 +89,8 @@ class Outage:
         if self._since_s is None:
             self._longest_s = max(self._longest_s, took_s or 0.0)
         elif self._told_s > -math.inf:
-            _log.warning("Storage answers again: steps that are in memory are written now.")
+            what = "The save has ended" if self.error is None else "Storage answers again"
+            _log.warning("%s: steps that are in memory are written now.", what)
         self._since_s, self.error = None, None
         self._next_try_s = self._told_s = -math.inf
 
@@ -100,6 +101,9 @@ class Outage:
             return
         self._told_s = now_s
         what, why = "A save has not ended", "storage is slow, or does not answer"
+        waited_s, awaited = kept.waited
+        if awaited and 2.0 * waited_s >= now_s - self._since_s:
+            why = f"it waited not for storage, but for {awaited}"
         if self.error is not None:
             what, why = "Storage has refused steps", first_line(self.error)
         _log.warning(

@@ -7,10 +7,13 @@ import logging
 from collections.abc import Mapping
 from typing import Any
 
+import jax
 import orbax.checkpoint as ocp
 from etils import epath
 
+from adacheck_jax.adapter import inputs
 from adacheck_jax.adapter.arguments import RestoreArgs, expect_args
+from adacheck_jax.adapter.away.lockstep import Lockstep
 from adacheck_jax.adapter.handler import AdaCheckHandler
 from adacheck_jax.device.trees import PyTree
 from adacheck_jax.store.steps import roots
@@ -30,6 +33,9 @@ class RestoringManager(ocp.CheckpointManager):
         self.handler, handlers = handler, arguments.get("item_handlers")
         named = handlers.items() if isinstance(handlers, Mapping) else ()
         self._item = next((name for name, each in named if each is handler), None)
+        self._together = Lockstep(root)
+        handler.run.calls = self._together.calls
+        self._together.introduce(handler.run.described)
         super().__init__(root, **arguments)
 
     def restore_newest(self, abstract_state: PyTree) -> tuple[int, PyTree] | None:
@@ -88,12 +94,25 @@ class RestoringManager(ocp.CheckpointManager):
     ) -> Any:
         """As Orbax's; also of a step that was recorded and that a later one holds.
 
+        Of several processes all call it, for the same step and a state of the same leaves.
+
         Raises:
             ValueError: ``args`` are none of this library.
+            AdaCheckError: the processes do not call alike.
             FileNotFoundError: no step holds it; or a later one does, and other items than the
                 state are asked for, of which there are none.
         """
-        expect_args(args, RestoreArgs, self._item)
+
+        def described() -> Mapping[str, str]:
+            expect_args(args, RestoreArgs, self._item)
+            own: Any = args
+            if own is not None and self._item is not None:
+                own = own.get(self._item)
+            if own is None or jax.process_count() == 1:
+                return {}
+            return inputs.described(own.abstract_state)
+
+        self._together.meet(f"restore({step})", described)
         try:
             return super().restore(step, items, restore_kwargs, directory, args)
         except FileNotFoundError as error:

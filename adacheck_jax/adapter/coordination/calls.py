@@ -94,7 +94,7 @@ class Calls:
         (first, one), (second, other) = sorted([(here, own[n]), (process, others[n])])
         return (
             f"{self.where}: expected the same calls in all processes, found {one} in process "
-            f"{first} where process {second} called {other}. Neither is saved; the steps that were "
+            f"{first} where process {second} called {other}. Neither was done; the steps that were "
             "saved before are whole. Choose each call by what all processes know alike, as the "
             "number of the step, and not by a clock or by what one of them measured; start all "
             "processes again, and go on from the last step that is saved."

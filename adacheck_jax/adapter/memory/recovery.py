@@ -9,9 +9,11 @@ from typing import Any
 import jax
 import numpy as np
 
-from adacheck_jax.adapter import processes
+from adacheck_jax.adapter import inputs, processes
+from adacheck_jax.adapter.arguments import Source
 from adacheck_jax.adapter.coordination.calls import Calls
 from adacheck_jax.device.sharding import holders_of
+from adacheck_jax.device.trees import PyTree
 from adacheck_jax.format.boxes import Blocks, Box, batches, cuts_of
 from adacheck_jax.proof.files import step_file
 from adacheck_jax.proof.files.shadow_file import ShadowFileError
@@ -33,12 +35,19 @@ _BATCH_BYTES = 256 << 20
 """Bytes of leaves whose boxes are exchanged at once."""
 
 
+class NoFilesError(ShadowFileError):
+    """No process has a file of the root."""
+
+
 class RecoveringProcesses:
     """Implements :class:`~adacheck_jax.save.together.Together`, for one recovery.
 
     Args:
         root: root of the steps.
         calls: calls of this process, which it compares while it waits.
+
+    Attributes:
+        source: the memory from which this process gets what its devices need.
     """
 
     def __init__(self, root: AnyPath, calls: Calls) -> None:
@@ -46,6 +55,7 @@ class RecoveringProcesses:
         exchange = processes.exchange(f"{root} in memory")
         self._exchange = exchange and exchange.watching(calls)
         self._count, self._last = 0, self._exchange
+        self.source: Source = "memory"
 
     def agree(self, own: Report, judge: Callable[[Sequence[Report]], Report]) -> Report:
         """The answer to the reports of all processes; see the protocol."""
@@ -64,16 +74,21 @@ class RecoveringProcesses:
         if self._exchange is not None:
             self._exchange.beside(str(self._count)).fail(_TOPIC, error, "recover its part")
 
-    def item(self, found: Sequence[FoundFile], named: str | None) -> str:
-        """The item whose states the files of all processes have.
+    def item(self, found: Sequence[FoundFile], named: str | None, wanted: PyTree) -> str:
+        """The item whose states the files of all processes have, if all want the same state.
 
         Raises:
-            ShadowFileError: there is none.
+            MismatchError: they want other leaves.
+            NoFilesError: there is none.
             ValueError: there are several.
         """
-        own: Report = {"items": sorted({each.place.item for each in found})}
+        own: Report = {
+            "items": sorted({each.place.item for each in found}),
+            "state": {} if self._exchange is None else inputs.described(wanted),
+        }
 
         def judge(reports: Sequence[Report]) -> Report:
+            inputs.expect_same([each["state"] for each in reports], str(self._root))
             return {"items": sorted({x for each in reports for x in each["items"]})}
 
         items = self.agree(own, judge)["items"]
@@ -81,7 +96,7 @@ class RecoveringProcesses:
             raise several_items(items)
         if not items:
             of_item = "" if named is None else f" of item {named!r}"
-            raise ShadowFileError(f"no process has states{of_item} of {self._root} in memory")
+            raise NoFilesError(f"no process has states{of_item} of {self._root} in memory")
         return items[0]
 
     def deliver(
@@ -99,6 +114,8 @@ class RecoveringProcesses:
             for box, giver in of_box.items():
                 if giver == process:
                     parts.setdefault(i, []).append((box, own[i][box]))
+                if process in users[box] and box not in own.get(i, ()):
+                    self.source = "memory of others"
                 if others := {*users[box]} - {giver}:
                     holders = tuple(sorted({giver, *others}))
                     nbytes = box.size * abstract[i].dtype.itemsize
@@ -153,7 +170,7 @@ def found_files(directory: str, root: str, item: str | None) -> list[FoundFile]:
     """The files in a directory that have states of a root.
 
     Raises:
-        ShadowFileError: there are none, in a process alone.
+        NoFilesError: there are none, in a process alone.
     """
     every = step_file.files_in(directory)
     places = [each.place for each in every]
@@ -164,7 +181,7 @@ def found_files(directory: str, root: str, item: str | None) -> list[FoundFile]:
         )
         told = f"; there are some of {others}" if others else ""
         named = "" if item is None else f" of item {item!r}"
-        raise ShadowFileError(f"{directory} has no states{named} of {root}{told}")
+        raise NoFilesError(f"{directory} has no states{named} of {root}{told}")
     return found
 
 

@@ -90,7 +90,7 @@ class RecordLog(StepFile):
 
     def create(self) -> None:
         """Make the file, with memory for a state; see :meth:`StepFile.create`."""
-        self.file.create(self._description(), self._state_bytes)
+        self._create(self._state_bytes)
 
     def is_filled(self, ahead: int = 0) -> bool:
         """True if a new state is due, after which there is room again.

@@ -12,6 +12,7 @@ import contextlib
 import fcntl
 import hashlib
 import json
+import logging
 import mmap
 import os
 import stat
@@ -21,7 +22,10 @@ from typing import Any
 
 import numpy as np
 
+_log = logging.getLogger(__name__)
+
 SUFFIX = ".adacheck-shadow"
+_NO_BEGINNING = "it does not begin as a shadow's file does"
 _PAGE = mmap.PAGESIZE
 _PEEKED_BYTES = 1 << 16
 _CHECKSUM_BYTES, _LENGTH_BYTES = 16, 8
@@ -30,6 +34,10 @@ _PLAIN_BYTES = _CHECKSUM_BYTES + _LENGTH_BYTES
 
 class ShadowFileError(Exception):
     """A file cannot be had, or is none that a shadow lies in; the message says why."""
+
+
+class CutOffError(ShadowFileError):
+    """A file is not as long as it was made."""
 
 
 class ShadowFile:
@@ -93,7 +101,7 @@ class ShadowFile:
             description = _found(os.pread(self._descriptor, self._word_at, 0))
         if description is None or found_bytes < self._word_at:
             self.close()
-            raise ShadowFileError(f"{self.path}: it does not begin as a shadow's file does")
+            raise ShadowFileError(f"{self.path}: {_NO_BEGINNING}")
         if found_bytes == self.size_bytes:
             self._map()
         return description
@@ -200,9 +208,12 @@ def peek(path: Path) -> Mapping[str, Any] | None:
             begin = file.read(_PEEKED_BYTES)
             length = int.from_bytes(begin[_CHECKSUM_BYTES:_PLAIN_BYTES], "little")
             more = length + _PLAIN_BYTES - len(begin)
-            return _found(begin + file.read(min(max(more, 0), path.stat().st_size)))
+            found = _found(begin + file.read(min(max(more, 0), path.stat().st_size)))
     except OSError:
         return None
+    if found is None and any(begin[:_PLAIN_BYTES]):  # else it is being made
+        _log.warning("%s: its part of the state is not taken: %s", path, _NO_BEGINNING)
+    return found
 
 
 def remove_unused(path: Path) -> bool:

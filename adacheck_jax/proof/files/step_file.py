@@ -18,6 +18,7 @@ from adacheck_jax.format.byte_loops import fingerprint_of
 from adacheck_jax.proof.agreement import Offer, OfferedStep
 from adacheck_jax.proof.files.shadow_file import (
     SUFFIX,
+    CutOffError,
     ShadowFile,
     ShadowFileError,
     peek,
@@ -215,7 +216,7 @@ class StepFile:
         self, place: FilePlace, structure: Structure, update: ExportedUpdate, held: Held
     ) -> None:
         self.place, self._structure, self._held = place, structure, held
-        self._digest, self._number = update.digest, 0
+        self._told_state, self._number = state_told(structure, update), 0
         self._told_held = held.to_json() if place.run else None
 
     @property
@@ -233,7 +234,10 @@ class StepFile:
         Raises:
             ShadowFileError: it cannot be had.
         """
-        self.file.create(self._description())
+        self._create()
+
+    def _create(self, reserved_bytes: int | None = None) -> None:
+        self.file.create({**self._description(), "bytes": self.file.size_bytes}, reserved_bytes)
 
     def open(self) -> None:
         """Take the file that another process has left.
@@ -241,34 +245,29 @@ class StepFile:
         Raises:
             ShadowFileError: there is none, or it is of something else.
         """
-        found, own = self.file.open(), json.loads(json.dumps(self._description()))
-        for name, value in own.items():
-            if found.get(name) != value:
-                self.file.close()
-                raise ShadowFileError(
-                    f"{self.file.path}: {_TOLD.get(name, name)} ({name}: expected {value}, found "
-                    f"{found.get(name)})"
+        found, found_bytes = self.file.open(), self.file.found_bytes
+        size_bytes = found.get("bytes", found_bytes)
+        try:
+            if size_bytes == found_bytes:
+                expect_alike(self.file.path, found, self._description())
+                size_bytes = self.file.size_bytes
+            if size_bytes != found_bytes:
+                raise CutOffError(
+                    f"{self.file.path}: expected {size_bytes} bytes, found {found_bytes}; it was "
+                    "cut off, or bytes were added"
                 )
-        if not self.file.is_open:
+        except ShadowFileError:
             self.file.close()
-            raise ShadowFileError(
-                f"{self.file.path}: expected {self.file.size_bytes} bytes, found "
-                f"{self.file.found_bytes}; "
-                "it was cut off, or bytes were added"
-            )
+            raise
 
     def _description(self) -> Mapping[str, Any]:
-        leaves = [
-            (each.path, each.shape, each.dtype, each.key_type) for each in self._structure.leaves
-        ]
         return {
             "format": _FORMAT,
             "kind": self.kind,
             "boot": boot(),
             **{name: getattr(self.place, name) for name in _PLACE},
             "held": self._told_held,
-            "leaves": _digest_of(repr(leaves)),
-            "update": self._digest,
+            **self._told_state,
             "settings": update_program.environment(),
             "layout": _digest_of(self._layout),
         }
@@ -389,6 +388,22 @@ class StepFile:
         raise NotImplementedError
 
 
+def state_told(structure: Structure, update: ExportedUpdate) -> Mapping[str, str]:
+    """The part of a description that tells of a state and its update."""
+    leaves = [(each.path, each.shape, each.dtype, each.key_type) for each in structure.leaves]
+    return {"leaves": _digest_of(repr(leaves)), "update": update.digest}
+
+
+def expect_alike(path: Path, found: Mapping[str, Any], own: Mapping[str, Any]) -> None:
+    """Raises ShadowFileError where a file's description has other values than expected."""
+    for name, value in json.loads(json.dumps(own)).items():
+        if found.get(name) != value:
+            raise ShadowFileError(
+                f"{path}: {_TOLD.get(name, name)} ({name}: expected {value}, found "
+                f"{found.get(name)})"
+            )
+
+
 def sums_of(blocks: Mapping[int, Blocks]) -> OfBoxes:
     """Fingerprints of the boxes of some leaves."""
     return {(i, x): fingerprint_of(own[x], x.start) for i, own in blocks.items() for x in own}
@@ -407,12 +422,12 @@ _TOLD = {
     "boot": "the machine was started anew since",
     "root": "it belongs to another root",
     "item": "it belongs to another item",
-    "leaves": "its state has other leaves",
+    "leaves": "its state has other leaves: another model, or another optimizer",
     "run": "another run wrote it",
     "process": "another process wrote it",
     "count": "a run of another number of processes wrote it",
     "held": "it has other boxes",
-    "update": "its update is another one",
+    "update": "its update is another one: another optimizer, or the same with other numbers",
     "settings": "its process had other settings of arithmetic",
     "layout": "its elements lie in another order",
 }
