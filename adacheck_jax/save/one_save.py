@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import contextlib
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 from adacheck_jax.device import replicas
@@ -96,8 +95,6 @@ class Save:
         is_repeated: True once it is written again, by another save of the same steps.
         clock: a monotonic clock.
         before_commit: called in the background when this process's part is written.
-        waits: seconds for which its writer has waited for other things than storage, by their
-            names; of the last one minus the reading of the clock, until it ends.
         durable_s: reading of the clock when this process's part was durable; None before.
         error: reason why the step is not on the disk.
         agreed: what all processes agreed on when they had written their shares; None before.
@@ -126,7 +123,6 @@ class Save:
     base: BaseWriter | None = None
     keeps: bool = False
     is_repeated: bool = False
-    waits: dict[str, float] = field(default_factory=dict)
     durable_s: float | None = None
     error: Exception | None = None
     agreed: Agreed | None = None
@@ -171,21 +167,11 @@ class Save:
         """True if the step is known not to be saved, and cannot be written again."""
         return self.error is not None and not self.is_kept
 
-    @contextlib.contextmanager
-    def awaiting(self, what: str) -> Iterator[None]:
-        """Says what its writer waits for meanwhile, if that is not storage."""
-        self.waits[what] = self.waits.get(what, 0.0) - self.clock()
-        try:
-            yield
-        finally:
-            self.waits[what] += self.clock()
-
     @property
-    def waited(self) -> tuple[float, str]:
-        """Seconds of such waits so far, and for what the longest was; 0 and empty without any."""
-        now_s = self.clock()
-        waits = {what: s + now_s * (s < 0) for what, s in {**self.waits}.items()}
-        return sum(waits.values()), max(waits, key=lambda what: waits[what], default="")
+    def is_computing(self) -> bool:
+        """True while devices and compilers have to do with it, and not storage alone."""
+        is_exporting = self.exporting is not None and not self.exporting.done()
+        return is_exporting or any(each.is_moving for each in self.steps)
 
     def release(self) -> None:
         """Lets go of what it would write, unless that is another save's now."""

@@ -148,6 +148,11 @@ class Pending:
             self._worker.submit(self._advance)  # raises at the end of the process: nobody waits
             self._has_begun = True
 
+    @property
+    def is_moving(self) -> bool:
+        """True while the worker has it and its comparisons have not ended."""
+        return self._has_begun and bool(MOVES[self.phase])
+
     def seems_planned(self, counts: Counts) -> bool:
         """True if the counters of the state say what was planned; without the worker.
 

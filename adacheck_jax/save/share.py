@@ -32,8 +32,6 @@ from adacheck_jax.store.steps import folders, manifest_file
 from adacheck_jax.store.steps import lineage as lineages
 from adacheck_jax.store.storage.location import AnyPath, at
 
-_COMPUTED = "what the devices compute of it, by programs that are compiled at first"
-
 
 def write(save: Save, directory: AnyPath, layout: ArrayLayout) -> None:
     """Writes this process's share, and agrees on it with all processes.
@@ -82,8 +80,7 @@ def _agreed(save: Save, directory: AnyPath, layout: ArrayLayout) -> Agreed:
         if exchange is not None and not attempt.is_over:
             exchange.fail(SHARES, error)
         raise
-    with save.awaiting("the shares of the other processes"):
-        answer = attempt.agree(SHARES, own, functools.partial(validation.validated, save))
+    answer = attempt.agree(SHARES, own, functools.partial(validation.validated, save))
     save.measured = [(name, seconds, deltas) for name, seconds, deltas in answer["measured"]]
     return Agreed(
         caution=Caution(answer["reason"], tuple(answer["distrusted"])),
@@ -99,13 +96,12 @@ def _write(save: Save, directory: AnyPath, layout: ArrayLayout) -> Report:
     process, base = jax.process_index(), save.base
     for each in save.steps:
         each.begin()
-    with save.awaiting(_COMPUTED):
-        for each in save.steps:
-            has_spare = each.settled().spare
-            if each.fingerprints.holds_blocks:
-                each.sums()  # else packing could not let go of them
-            if has_spare:
-                each.compared()  # else it would be told too late what is stored after all
+    for each in save.steps:
+        has_spare = each.settled().spare
+        if each.fingerprints.holds_blocks:
+            each.sums()  # else packing could not let go of them
+        if has_spare:
+            each.compared()  # else it would be told too late what is stored after all
     report: Report = {
         "is_base": base is not None,
         "makes_base": save.plan.makes_base,
@@ -117,13 +113,10 @@ def _write(save: Save, directory: AnyPath, layout: ArrayLayout) -> Report:
     }
     written: Sequence[dict[str, Any]] = [{}]
     if base is not None:
-        with save.awaiting(_COMPUTED):
-            sums = save.own.sums()  # by which an earlier base's unchanged files are found
+        sums = save.own.sums()  # by which an earlier base's unchanged files are found
         report |= base.write(directory, process, sums, layout, save.attempt.agree)
         if process == 0:
-            with save.awaiting("the update, which is compiled and exported"):
-                files = save.update.files()
-            for platform, data in files.items():
+            for platform, data in save.update.files().items():
                 program = at(directory / manifest_file.update_file(platform))
                 program.write(data)
                 program.sync()
@@ -141,14 +134,12 @@ def _write(save: Save, directory: AnyPath, layout: ArrayLayout) -> Report:
             if looked is not None:
                 looked.result()
     # Devices compute fingerprints while the delta is written.
-    with save.awaiting(_COMPUTED):
-        report["steps"] = [
-            _reported(save, each) | own for each, own in zip(save.steps, written, strict=True)
-        ]
+    report["steps"] = [
+        _reported(save, each) | own for each, own in zip(save.steps, written, strict=True)
+    ]
     begin_s = save.clock()
     for each, told in zip(save.steps, report["steps"], strict=True):
-        with save.awaiting("the check of its replay, by programs that are compiled at first"):
-            each.verify()  # no manifest speaks of a delta whose replay was not compared
+        each.verify()  # no manifest speaks of a delta whose replay was not compared
         told["replayed"] = None if each.replayed is None else sorted(each.replayed.items())
     report["memory"] = save.memory(len(save.steps))
     report["check_s"] = save.clock() - begin_s

@@ -101,9 +101,8 @@ class Outage:
             return
         self._told_s = now_s
         what, why = "A save has not ended", "storage is slow, or does not answer"
-        waited_s, awaited = kept.waited
-        if awaited and 2.0 * waited_s >= now_s - self._since_s:
-            why = f"it waited not for storage, but for {awaited}"
+        if kept.is_computing:
+            why = "its check has not ended; programs for it are compiled at first"
         if self.error is not None:
             what, why = "Storage has refused steps", first_line(self.error)
         _log.warning(

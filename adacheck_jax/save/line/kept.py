@@ -43,8 +43,7 @@ class KeptSteps:
             as the last save. So a disk that was full takes what has room there, and a bucket all in
             a few saves.
         plan: plan of the last step; None without any.
-        waited: seconds for which the last save has waited for other things than storage, and the
-            one for which it waited longest.
+        is_computing: True while the last save waits for more than storage.
     """
 
     refused: int | None
@@ -52,7 +51,7 @@ class KeptSteps:
     deferred: Sequence[int]
     portion: int
     plan: SavePlan | None
-    waited: tuple[float, str] = 0.0, ""
+    is_computing: bool = False
 
     def next_number(self, *, in_portions: bool) -> int | None:
         """The manager's number of the save that is written next; None if there is nothing."""
@@ -99,8 +98,8 @@ class Keeper:
             refused, every = save.number, [*(each.step for each in save.steps), *behind]
         last = [*([] if save is None else save.steps), *steps][-1:]
         portion = 1 if save is None else 2 * len(save.steps)
-        plan, waited = last[0].plan if last else None, save.waited if save else (0.0, "")
-        return KeptSteps(refused, every, behind, portion, plan, waited)
+        plan, is_computing = last[0].plan if last else None, save is not None and save.is_computing
+        return KeptSteps(refused, every, behind, portion, plan, is_computing)
 
     @property
     def _save(self) -> Save | None:
