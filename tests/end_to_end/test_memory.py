@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import shutil
 from pathlib import Path
 from typing import Any
@@ -29,7 +30,7 @@ def run(
         "pause_s": 0.0,
         "chunk_s": 0.0,
         "recorded": 0.5,
-        "compiled": str(directory / "compiled"),
+        "compiled": os.environ["JAX_COMPILATION_CACHE_DIR"],
         "memory": str(directory / "memory"),
         **options,
     }
