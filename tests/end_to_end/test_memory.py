@@ -54,6 +54,7 @@ def run(
 
 
 @pytest.mark.slow
+@pytest.mark.covering(1)
 @pytest.mark.parametrize("records", [None, True], ids=["state", "records"])
 @pytest.mark.parametrize("layout", ["replicated", "cut"])
 def test_another_number_of_processes_recovers_what_was_left_in_memory(tmp_path, layout, records):
