@@ -5,10 +5,12 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import functools
+import os
 import re
 import threading
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import jax
@@ -18,6 +20,7 @@ import optax
 import orbax.checkpoint as ocp
 from flax import nnx
 from flax.training.train_state import TrainState
+from jax._src import lru_cache
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
 import adacheck_jax as adacheck
@@ -37,6 +40,26 @@ WIDTH = (
 
 SHADOWS = {"auto": adacheck.Shadow(), "sample": None, "full": adacheck.Shadow(on_devices=True)}
 """Settings of the shadow by what they have compared."""
+
+
+def compile_once(directory: Path) -> None:
+    """Lets processes, and handlers, find what others have compiled, where no place is given yet.
+
+    Whoever is killed while it keeps a program leaves no part of it behind.
+    """
+    if jax.config.jax_compilation_cache_dir is None:  # pyright: ignore[reportAttributeAccessIssue]
+        jax.config.update("jax_compilation_cache_dir", str(directory))
+    jax.config.update("jax_persistent_cache_min_compile_time_secs", 0)
+    jax.config.update("jax_persistent_cache_min_entry_size_bytes", -1)
+    lru_cache.LRUCache.put = _put
+
+
+def _put(cache: lru_cache.LRUCache, key: str, value: bytes) -> None:
+    path = cache.path / f"{key}{lru_cache._CACHE_SUFFIX}"
+    if not path.exists():
+        part = cache.path / f"{key}.{os.getpid()}"
+        part.write_bytes(value)
+        part.rename(path)
 
 
 def mesh_of(shape: tuple[int, ...], axis_type: AxisType = AxisType.Auto) -> jax.sharding.Mesh:

@@ -91,11 +91,18 @@ def train_step(state: State, tokens: jax.Array) -> tuple[State, jax.Array]:
     return {"params": optax.apply_updates(state["params"], updates), "opt_state": opt_state}, loss
 
 
+@functools.cache
+def programs() -> tuple[Any, Any]:
+    """The functions that begin a state and train it, on the first mesh; each is compiled once."""
+    shardings = jax.tree.map(lambda leaf: leaf.sharding, abstract_state(mesh_of(MESHES[0])))
+    begin = jax.jit(init_state, out_shardings=shardings)
+    return begin, jax.jit(train_step, out_shardings=(shardings, None))
+
+
 def train(root: Path | None = None) -> Iterator[tuple[int, State, float]]:
     """Train from the newest step under a root, if one is given; yield step, state and loss."""
-    shardings = jax.tree.map(lambda leaf: leaf.sharding, abstract_state(mesh_of(MESHES[0])))
-    compiled = jax.jit(train_step, out_shardings=(shardings, None))
-    state, newest = jax.jit(init_state, out_shardings=shardings)(), 0
+    begin, compiled = programs()
+    state, newest = begin(), 0
     manager = manager_of(root, recorder) if root else None
     if manager and (newest := manager.latest_step() or 0):
         state = manager.restore(newest, args=adacheck.RestoreArgs(state))

@@ -11,7 +11,7 @@ from collections.abc import Sequence
 import numpy as np
 
 from adacheck_jax.device.sharding import Layout
-from adacheck_jax.format.boxes import grid, largest_divisor
+from adacheck_jax.format.boxes import grid, largest_divisor, sizes
 from adacheck_jax.format.manifest import Grid
 
 
@@ -42,10 +42,10 @@ def share_out(
     for group in (first, frozenset(range(len(drafts))) - first):
         pieces = []
         for i in group:
-            for place, (box, holders) in enumerate(
-                zip(grid(drafts[i].cuts), drafts[i].replicas, strict=True)
+            for place, (size, holders) in enumerate(
+                zip(sizes(drafts[i].cuts), drafts[i].replicas, strict=True)
             ):
-                size_bytes = box.size * itemsizes_bytes[i]
+                size_bytes = size * itemsizes_bytes[i]
                 owner, *others = holders
                 if others:
                     pieces.append((-size_bytes, i, place))
@@ -74,10 +74,11 @@ def _cut(layout: Layout, itemsize_bytes: int) -> Layout:
         is one piece for each holder of a box, each piece gets one: leaves of one shape and sharding
         are then shared out alike, and every process sees by itself which of its pieces are equal.
     """
+    fewest, size_bytes = min(map(len, layout.replicas)), next(sizes(layout.cuts)) * itemsize_bytes
+    if fewest < 2 or size_bytes < _MIN_CUT_BYTES:
+        return layout
     boxes = grid(layout.cuts)
-    size_bytes = boxes[0].size * itemsize_bytes
-    fewest = min(map(len, layout.replicas))
-    if fewest < 2 or size_bytes < _MIN_CUT_BYTES or len({box.shape for box in boxes}) > 1:
+    if len({box.shape for box in boxes}) > 1:
         return layout
     most = min(fewest, size_bytes // _MIN_PIECE_BYTES)
     divisors = [largest_divisor(length, most) for length in boxes[0].shape]

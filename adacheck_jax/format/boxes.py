@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import itertools
 import math
+import operator
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, TypeAlias
@@ -48,12 +49,12 @@ class Box:
     @property
     def shape(self) -> tuple[int, ...]:
         """Length along each axis."""
-        return tuple(b - a for a, b in zip(self.start, self.stop, strict=True))
+        return tuple(map(operator.sub, self.stop, self.start))
 
     @property
     def size(self) -> int:
         """Number of elements (1 for a scalar)."""
-        return math.prod(self.shape)
+        return math.prod(map(operator.sub, self.stop, self.start))
 
     def intersect(self, other: Box) -> Box | None:
         """The common elements in the same coordinates; None if there are none."""
@@ -111,13 +112,18 @@ def cuts_of(boxes: Iterable[Box], shape: Sequence[int]) -> Cuts:
 
 def grid(cuts: Cuts) -> list[Box]:
     """The boxes between cut points, sorted; an axis of length 0 makes one empty box."""
-    intervals = [
-        list(itertools.pairwise(points)) if len(points) > 1 else [(0, 0)] for points in cuts
-    ]
-    return [
-        Box(tuple(a for a, _ in corner), tuple(b for _, b in corner))
-        for corner in itertools.product(*intervals)
-    ]
+    corners = itertools.product(*map(_intervals, cuts))
+    return [Box(*zip(*corner, strict=True)) if corner else Box((), ()) for corner in corners]
+
+
+def sizes(cuts: Cuts) -> Iterator[int]:
+    """Numbers of elements of the boxes of a :func:`grid`."""
+    lengths = ([stop - start for start, stop in _intervals(points)] for points in cuts)
+    return map(math.prod, itertools.product(*lengths))
+
+
+def _intervals(points: tuple[int, ...]) -> list[tuple[int, int]]:
+    return [*itertools.pairwise(points)] if len(points) > 1 else [(0, 0)]
 
 
 Blocks: TypeAlias = "dict[Box, np.ndarray]"

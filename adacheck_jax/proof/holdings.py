@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import bisect
 import hashlib
+import itertools
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -276,9 +277,9 @@ class _Placing:
             if len(chosen) < self._copies and self._number_of[best] not in used:
                 chosen.append(best)
                 used.add(self._number_of[best])
-        for number in order if sends else ():
-            if len(chosen) < self._copies and number not in used:
-                chosen.append(self._members[number][place % len(self._members[number])])
+        members = (self._members[number] for number in order if sends and number not in used)
+        sent = itertools.islice(members, self._copies - len(chosen))
+        chosen += [each[place % len(each)] for each in sent]
         for each in chosen:
             self._load_bytes[each] += nbytes
         return chosen

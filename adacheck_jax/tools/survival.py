@@ -128,9 +128,9 @@ def _fullest(structure: Structure, parts: Sequence[HeldBox], process_count: int)
     """The process that holds most bytes."""
     held_bytes = [0] * process_count
     for part in parts:
-        row_bytes = sum(structure.leaves[i].itemsize_bytes for i in part.leaves)
+        size_bytes = part.box.size * sum(structure.leaves[i].itemsize_bytes for i in part.leaves)
         for owner in part.owners:
-            held_bytes[owner] += part.box.size * row_bytes
+            held_bytes[owner] += size_bytes
     return held_bytes.index(max(held_bytes))
 
 
@@ -173,10 +173,11 @@ def _redundancies(structure: Structure, parts: Sequence[HeldBox]) -> list[Redund
     """The leaves by redundancy of devices: full, partial and none."""
     copied, given = ([0] * len(structure.leaves) for _ in range(2))
     for part in parts:
-        for i in part.leaves if len(part.owners) > 1 else ():
-            nbytes = part.box.size * structure.leaves[i].itemsize_bytes
-            copied[i] += nbytes
-            given[i] += nbytes if len(part.owners) - part.sent > 1 else 0
+        size = part.box.size if len(part.owners) > 1 else 0
+        given_size = size if len(part.owners) - part.sent > 1 else 0
+        for i in part.leaves if size else ():
+            copied[i] += size * structure.leaves[i].itemsize_bytes
+            given[i] += given_size * structure.leaves[i].itemsize_bytes
     kinds: list[list[tuple[int, int]]] = [[], [], []]
     for leaf, copied_bytes, given_bytes in zip(structure.leaves, copied, given, strict=True):
         if leaf.nbytes:

@@ -24,7 +24,7 @@ def environment(devices: int, flags: str = "", cache: Path | None = None) -> dic
     Args:
         devices: how many.
         flags: more XLA flags.
-        cache: where JAX keeps compiled programs.
+        cache: where JAX keeps compiled programs, if the caller's environment does not say.
     """
     found = re.sub(rf"{DEVICES_FLAG}=\d+", "", os.environ.get("XLA_FLAGS", ""))
     made = {
@@ -34,10 +34,11 @@ def environment(devices: int, flags: str = "", cache: Path | None = None) -> dic
         "TF_CPP_MIN_LOG_LEVEL": "3",
     }
     if cache is not None:
-        made |= {
+        made = {
             "JAX_COMPILATION_CACHE_DIR": str(cache),
             "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0",
             "JAX_PERSISTENT_CACHE_MIN_ENTRY_SIZE_BYTES": "-1",
+            **made,
         }
     return made
 

@@ -29,7 +29,6 @@ from adacheck_jax.store.steps import manifest_file
 from adacheck_jax.store.steps.lineage import Lineage
 from tests import support
 from tests.campaigns import command, operations
-from tests.campaigns.crashes import compile_once
 from tests.campaigns.operations import COPY, FAIL_ONCE, FULL, Disk, Exam, progress
 
 STEPS = (5, 6, 7)
@@ -47,7 +46,7 @@ class CompactionExam:
     """
 
     def __init__(self, directory: Path, step: int, stop_s: float) -> None:
-        compile_once(directory / "compiled")
+        support.compile_once(directory / "compiled")
         self.exam = Exam(directory, "auto", Disk(), stop_s)
         self._directory, self._step = directory, step
         self.source = directory / "source"

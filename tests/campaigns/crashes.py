@@ -55,6 +55,7 @@ from adacheck_jax.tools import repair as of_repair
 from benchmarks.common import free_port
 from tests import object_stores
 from tests.campaigns import command
+from tests.support import compile_once
 
 WIDTH = 64
 DEVICES = 8
@@ -170,13 +171,6 @@ class Run:
     ) -> dict[str, Any]:
         """A step's state, or that of one that was recorded before it."""
         return manager.restore(saved, args=adacheck.RestoreArgs(self.abstract, step=step))
-
-
-def compile_once(directory: Path) -> None:
-    """Lets processes, and handlers, find what others have compiled."""
-    jax.config.update("jax_compilation_cache_dir", str(directory))
-    jax.config.update("jax_persistent_cache_min_compile_time_secs", 0)
-    jax.config.update("jax_persistent_cache_min_entry_size_bytes", -1)
 
 
 def digest(state: Any) -> str:

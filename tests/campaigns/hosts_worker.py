@@ -52,7 +52,6 @@ from adacheck_jax.proof.files.step_file import StepFile
 from adacheck_jax.store import sharing
 from adacheck_jax.update.elements.host_fold import HostFold
 from tests import support
-from tests.campaigns.crashes import compile_once
 
 given = json.loads(own.mode)
 rng = random.Random(given["seed"] * 100 + given["host"])
@@ -147,22 +146,21 @@ def program() -> support.Program:
     column = NamedSharding(mesh, PartitionSpec(None, mesh.axis_names[1]))
     whole = NamedSharding(mesh, PartitionSpec())
 
-    def placed(x: Any) -> Any:
-        return jax.device_put(x, column if jnp.ndim(x) == 2 else whole)
-
     def begin() -> Any:
         keys = jax.random.split(jax.random.key(0), 3)
         params = {f"layer{n}": jax.random.normal(keys[n], (WIDTH, 4 * WIDTH)) for n in range(3)}
         params["bias"] = jnp.zeros(4 * WIDTH)
-        state = {
+        return {
             "params": params,
             "opt_state": chain.init(params),
             "step": jnp.int32(0),
             "noise": jax.random.key_data(jax.random.key(7)),
             "equal": jnp.tile(params["layer0"][:, :WIDTH], 4),  # in all boxes, wherever it is cut
+            "key": jax.random.key(7),
         }
-        key = jax.jit(lambda: jax.random.key(7), out_shardings=whole)()
-        return {**jax.tree.map(placed, state), "key": key}
+
+    shardings = jax.tree.map(lambda x: column if x.ndim == 2 else whole, jax.eval_shape(begin))
+    begun = jax.jit(begin, out_shardings=shardings)  # one program: others compile one an array
 
     def train_step(state: Any, data: Any) -> Any:
         x, y = (each.repeat(WIDTH // each.shape[1], 1) for each in data)
@@ -179,7 +177,7 @@ def program() -> support.Program:
         moved = {"params": params, "opt_state": opt_state, "step": step, "noise": noise, "key": key}
         return {**state, **moved}
 
-    return support.Program.of(recorder, begin, train_step)
+    return support.Program.of(recorder, begun, train_step)
 
 
 def digest(state: Any) -> str:
@@ -250,7 +248,7 @@ def main() -> None:
         records=given.get("records"),
         bytes=1000 if given.get("without") == given["host"] else given.get("bytes"),
     )
-    compile_once(Path(given["compiled"]))
+    support.compile_once(Path(given["compiled"]))
     watch()
     if given.get("dies") and given["dies"][0] == given["host"]:
         die_in_a_base(given["dies"][1])

@@ -45,7 +45,8 @@ from adacheck_jax.store import volumes
 from adacheck_jax.store.packs import writer
 from adacheck_jax.store.steps import manifest_file
 from tests.campaigns import command, shim
-from tests.campaigns.crashes import KEPT_STEPS, Run, compile_once, digest
+from tests.campaigns.crashes import KEPT_STEPS, Run, digest
+from tests.support import compile_once
 
 multihost._DEFAULT_BARRIER_TIMEOUT = 5
 """Seconds for which Orbax waits for directories that cannot be made; 300 otherwise."""

@@ -43,7 +43,8 @@ from adacheck_jax.proof.files.record_log import RecordLog
 from adacheck_jax.proof.files.step_file import StepFile
 from adacheck_jax.update.elements import host_fold
 from tests.campaigns import command
-from tests.campaigns.crashes import Child, compile_once, digest, fork
+from tests.campaigns.crashes import Child, digest, fork
+from tests.support import compile_once
 
 CHUNK_ELEMENTS = 1 << 12
 PAUSE_S = 2e-4

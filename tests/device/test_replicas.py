@@ -580,6 +580,7 @@ def find_record(opt_state):
     return next(x.adacheck_record for x in opt_state if hasattr(x, "adacheck_record"))
 
 
+@pytest.mark.covering(1)
 @pytest.mark.parametrize("mode", ["warn", "off"])
 @pytest.mark.parametrize(
     "path_of", [lambda s: s["params"]["in"], record_of], ids=["param", "record"]

@@ -83,7 +83,7 @@ def lineage_of(root: Path, step: int) -> list[int]:
     return [each.manifest.step for each in lookup.resolve(item(root, step)).entries]
 
 
-@pytest.mark.covering(1, quick=1)
+@pytest.mark.covering(1, quick=0)
 @pytest.mark.parametrize("step", [2, 4, 6], ids=["first", "middle", "last"])
 def test_a_compacted_delta_is_a_stock_base_and_no_step_changes(tmp_path, step):
     run, saved = saved_run(tmp_path)

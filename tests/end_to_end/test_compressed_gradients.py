@@ -88,7 +88,7 @@ def letters_of(root):
     }
 
 
-@pytest.mark.covering(1, quick=1)
+@pytest.mark.covering(1, quick=0)
 @pytest.mark.parametrize("compression", ["none", "fast", "small"])
 @pytest.mark.parametrize("dtype", [None, jnp.bfloat16], ids=["own", "bfloat16"])
 @pytest.mark.parametrize("name", WAYS)

@@ -90,7 +90,7 @@ def restored(root, run, holder, mesh=None, **options):
         return manager.restore(holder, args=args), handler.restored
 
 
-@pytest.mark.covering(1, quick=1)
+@pytest.mark.covering(1, quick=0)
 @pytest.mark.parametrize("delta", ["auto", "bits"])
 def test_a_step_between_bases_has_the_residual_of_the_last_one(tmp_path, delta, caplog):
     run, handler = run_of(mesh_of((2, 2)), max_deltas=3, delta=delta)

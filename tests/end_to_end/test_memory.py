@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import shutil
 from pathlib import Path
 from typing import Any
@@ -29,7 +30,7 @@ def run(
         "pause_s": 0.0,
         "chunk_s": 0.0,
         "recorded": 0.5,
-        "compiled": str(directory / "compiled"),
+        "compiled": os.environ["JAX_COMPILATION_CACHE_DIR"],
         "memory": str(directory / "memory"),
         **options,
     }
@@ -53,6 +54,7 @@ def run(
 
 
 @pytest.mark.slow
+@pytest.mark.covering(1)
 @pytest.mark.parametrize("records", [None, True], ids=["state", "records"])
 @pytest.mark.parametrize("layout", ["replicated", "cut"])
 def test_another_number_of_processes_recovers_what_was_left_in_memory(tmp_path, layout, records):

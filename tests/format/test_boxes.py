@@ -4,7 +4,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from adacheck_jax.errors import FormatError
-from adacheck_jax.format.boxes import Box, cuts_of, grid
+from adacheck_jax.format.boxes import Box, cuts_of, grid, sizes
 from tests.strategies import box_pairs, boxes_in, cuts, elements, numbered, shape_of
 
 
@@ -13,6 +13,7 @@ def test_a_grid_holds_every_element_in_exactly_one_box(cuts):
     shape = shape_of(cuts)
     times = sum((elements(box, shape).astype(int) for box in grid(cuts)), np.zeros(shape, int))
     assert (times == 1).all()
+    assert [*sizes(cuts)] == [box.size for box in grid(cuts)]
 
 
 @given(cuts(), st.randoms())

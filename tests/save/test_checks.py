@@ -694,8 +694,8 @@ class TestRecordedSteps:
 class Changing(test_waiting.Run):
     """A training loop that doubles a leaf after the update when it is told to."""
 
-    def _advance(self, state, is_slow):
-        state = super()._advance(state, bool(is_slow))
+    def _advance(self, state, rounds, is_slow):
+        state = super()._advance(state, rounds, bool(is_slow))
         if is_slow == "changed":
             state["params"] = {**state["params"], "b": state["params"]["b"] * 2}
         return state
@@ -716,7 +716,7 @@ class TestWithoutWaiting:
                 manager.wait_until_finished()
             manager.reload()
             for step in (5, 6, 7, 8):
-                run.advance(is_slow=True if step % 2 else "changed")
+                run.advance(is_slow=True if step % 2 else "changed", rounds=test_waiting.WAITED)
                 test_waiting.save(manager, step, run)
                 assert not run.is_computing  # it was waited for, and compared
                 saved[step] = test_waiting.bits_of(run.state)
@@ -735,7 +735,7 @@ class TestWithoutWaiting:
         with test_waiting.manager_of(root, run) as manager:
             run.state = manager.restore(8, args=adacheck.RestoreArgs(run.state))
             for step in (9, 10, 11):
-                run.advance(is_slow="changed" if step == 11 else True)
+                run.advance(is_slow="changed" if step == 11 else True, rounds=test_waiting.WAITED)
                 test_waiting.save(manager, step, run)
                 assert not run.is_computing
                 saved[step] = test_waiting.bits_of(run.state)

@@ -508,7 +508,7 @@ class TestWithoutWaiting:
                 run.advance(is_slow=True)
                 assert handler.record_step(run.state, step)
                 assert run.is_computing
-                expected.advance(is_slow=True)
+                expected.advance(is_slow=True, rounds=1)
                 saved[step] = test_waiting.bits_of(expected.state)
             run.advance(is_slow=True)
             test_waiting.save(manager, 7, run)

@@ -13,13 +13,16 @@ from adacheck_jax.format import manifest
 from adacheck_jax.store.steps import manifest_file
 from tests import support
 
-ROUNDS = 150
+ROUNDS = 100
+"""Of a step that computes while it is saved: most of a second."""
+WAITED = 30
+"""Of a step that is waited for, and computes much longer than a save that does not wait."""
 
 
-def slow(x):
-    """The zero of a long computation: about a second."""
+def slow(x, rounds=ROUNDS):
+    """The zero of a long computation."""
     square = jnp.broadcast_to(x, (700, 700))
-    total = jax.lax.fori_loop(0, ROUNDS, lambda _, y: jnp.tanh(y @ square), square)[0, 0]
+    total = jax.lax.fori_loop(0, rounds, lambda _, y: jnp.tanh(y @ square), square)[0, 0]
     return jnp.where(jnp.abs(total) > 2, 1.0, 0.0)
 
 
@@ -30,17 +33,17 @@ class Run:
         self.recorder = adacheck.Recorder(make(1e-2))
         params = {"w": jnp.arange(4096.0).reshape(64, 64) / 4096, "b": jnp.ones((32, 32))}
         self.state = {"params": params, "opt": self.recorder.init(params), "key": jax.random.key(3)}
-        self._step = jax.jit(self._advance, donate_argnums=0, static_argnums=1)
+        self._step = jax.jit(self._advance, donate_argnums=0, static_argnums=2)
 
-    def _advance(self, state, is_slow):
-        delay = slow(state["params"]["b"][0, 0]) if is_slow else 0.0
+    def _advance(self, state, rounds, is_slow):
+        delay = slow(state["params"]["b"][0, 0], rounds) if is_slow else 0.0
         gradients = jax.tree.map(lambda p: (p + delay) @ p.T, state["params"])
         updates, opt = self.recorder.update(gradients, state["opt"], state["params"])
         params = optax.apply_updates(state["params"], updates)
         return {"params": params, "opt": opt, "key": jax.random.split(state["key"], 1)[0]}
 
-    def advance(self, *, is_slow=False):
-        self.state = self._step(self.state, is_slow)
+    def advance(self, *, is_slow=False, rounds=ROUNDS):
+        self.state = self._step(self.state, rounds, is_slow)
         return self.state
 
     @property
@@ -70,7 +73,7 @@ def save(manager, step, run):
 def begin(manager, run):
     """Four steps: after these a delta of one update is what is expected."""
     saved = {}
-    run.advance(is_slow=True)
+    run.advance(is_slow=True, rounds=1)
     for step in range(4):
         run.advance()
         save(manager, step, run)
@@ -105,7 +108,7 @@ def test_every_bit_of_a_step_that_was_not_waited_for_is_restored(tmp_path):
             run.advance(is_slow=True)
             save(manager, step, run)
             assert run.is_computing
-            expected.advance(is_slow=True)
+            expected.advance(is_slow=True, rounds=1)
             saved[step] = bits_of(expected.state)
         manager.wait_until_finished()
         for step, bits in saved.items():
@@ -116,7 +119,7 @@ def test_every_bit_of_a_step_that_was_not_waited_for_is_restored(tmp_path):
 
 
 def begin_without_saving(run):
-    run.advance(is_slow=True)
+    run.advance(is_slow=True, rounds=1)
     for _ in range(4):
         run.advance()
     return bits_of(run.state)
@@ -163,7 +166,7 @@ def test_saves_further_apart_than_the_last_wait_for_the_counter(run, tmp_path):
     with manager_of(tmp_path, run) as manager:
         begin(manager, run)
         run.advance()
-        run.advance(is_slow=True)
+        run.advance(is_slow=True, rounds=WAITED)
         save(manager, 5, run)
         assert not run.is_computing
         manager.wait_until_finished()
@@ -197,7 +200,7 @@ def test_accumulated_gradients_are_told_from_updates_in_the_background(tmp_path)
     state = {"params": params, "opt": tx.init(params)}
 
     def advance(state, is_slow):
-        delay = slow(state["params"]["w"][0, 0]) if is_slow else 0.0
+        delay = slow(state["params"]["w"][0, 0], WAITED) if is_slow else 0.0
         gradients = jax.tree.map(lambda p: (p + delay) @ p.T, state["params"])
         updates, opt = tx.update(gradients, state["opt"], state["params"])
         return {"params": optax.apply_updates(state["params"], updates), "opt": opt}

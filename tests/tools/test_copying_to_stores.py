@@ -85,7 +85,8 @@ def retained(tmp_path: Path) -> Any:
         yield tmp_path / "run", manager, trained
 
 
-@pytest.mark.parametrize("kind", ["gcs", pytest.param("s3", marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", ["gcs", "s3"])
 def test_a_run_moves_to_a_bucket_and_back_and_goes_on_in_each(saved, tmp_path, request, kind):
     root, target, states = saved
     url = f"{request.getfixturevalue(kind).url}/{uuid.uuid4().hex}"

@@ -152,7 +152,7 @@ TX = {
 }
 
 
-@pytest.mark.covering(1, quick=1)
+@pytest.mark.covering(1, quick=0)
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
 @pytest.mark.parametrize("devices", [1, 8])
 @pytest.mark.parametrize("name", TX)

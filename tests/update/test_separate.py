@@ -65,7 +65,7 @@ def replayed(root):
     ]
 
 
-@pytest.mark.first(1)
+@pytest.mark.first(0, slow=1)
 @pytest.mark.parametrize("name", REDUCING)
 @pytest.mark.parametrize("dtype", [None, jnp.bfloat16], ids=["f32", "bf16"])
 def test_reducing_updates_replay_exactly_on_every_mesh_of_the_same_devices(tmp_path, name, dtype):
@@ -99,7 +99,8 @@ class Model(nnx.Module):
         return self.second(jnp.tanh(self.first(x)))
 
 
-@pytest.mark.parametrize("form", ["optimizer", "state"])
+@pytest.mark.first(1, slow=2)
+@pytest.mark.parametrize("form", ["state", "optimizer"])
 def test_an_nnx_optimizer_and_an_nnx_state_are_taken(tmp_path, form):
     recorder = adacheck.Recorder(REDUCING["clip inside"])
     update = adacheck.separate_update(optax.chain(optax.clip_by_global_norm(1.0), recorder))
