@@ -130,6 +130,7 @@ def test_a_negative_counter_is_saved(tmp_path, count, options):
     for _ in range(5):
         run.train()
         run.record_or_save()
+    run.train()
     run.save()
     run.close()
 
