@@ -137,7 +137,6 @@ class TrainingRun:
         self._process = OneProcess("AdaCheckHandler")
         self._meeting, shadow = threading.Lock(), options.shadow
         self._neighbours = Neighbours(shadow) if shadow and shadow.directory is not None else None
-        self._has_copies = self._neighbours is not None and shadow is not None and shadow.copies > 0
         self._savers: dict[Line, Saver] = {}
         self.stock = StockCheckpoints()
         self._restorer = StepRestorer(self.stock, self._recorders, options.params_path, clock)
@@ -296,19 +295,17 @@ class TrainingRun:
             state = inputs.checked_state(state)
             step = inputs.step_number(step)
             is_kept = saver.defer(state, step, away_bytes=away_bytes, consent=consent)
-            if consent is not None and not is_kept and saver.sends_copies:
-                consent.refuse()
             count(is_kept)
         return is_kept
 
     @contextlib.contextmanager
     def _consent(self, call: Exchange | str | None) -> Iterator[Consent | None]:
-        """Consent of all processes to send copies in a call of all of them, or their refusal.
+        """Consent of all processes to collectives in a call of all of them, or their refusal.
 
         The call is told by its exchange, or by a name, before anything fails in one of them.
         """
         found = None
-        if self._has_copies and jax.process_count() > 1:
+        if self._recorders and jax.process_count() > 1:
             if isinstance(call, str):
                 own = processes.exchange(call, is_save=False)
                 call = own and own.watching(self.calls)
@@ -320,6 +317,9 @@ class TrainingRun:
             if found is not None:
                 found.refuse()
             raise
+        if found is not None:
+            for saver in [*self._savers.values()]:
+                saver.leave(found)
 
     @property
     def saver(self) -> Saver | None:

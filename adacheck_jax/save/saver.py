@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import functools
 import logging
 import threading
 import time
@@ -43,7 +44,7 @@ from adacheck_jax.save.copies import HostCopies
 from adacheck_jax.save.line.kept import Keeper, repeated
 from adacheck_jax.save.line.notices import Notices, tell_given_up
 from adacheck_jax.save.line.parents import Parent, Tip
-from adacheck_jax.save.line.planner import Planner, sums_of
+from adacheck_jax.save.line.planner import Planner, name_of, sums_of
 from adacheck_jax.save.one_save import Save
 from adacheck_jax.save.pending import Pending
 from adacheck_jax.save.recovered import Newest, RecordReplay, Recovered
@@ -222,10 +223,9 @@ class Saver:
         parents = self._planner.parents
         return parents.saved is not None or not parents.is_empty
 
-    @property
-    def sends_copies(self) -> bool:
-        """True if processes of this run were asked to send copies."""
-        return self._stager.wire.is_used
+    def leave(self, consent: Consent) -> None:
+        """Tells processes that may ask in this call that this one took part in no collective."""
+        self._stager.wire.leave(consent)
 
     def begin(
         self,
@@ -283,7 +283,8 @@ class Saver:
     ) -> Save:
         planner, step = self._planner, number if step is None else step
         again = planner.superseded(step)
-        course = planner.plan_save(snapshot, directory, step, again, replayable=replayable)
+        agrees = functools.partial(self._stager.wire.agrees, consent)
+        course = planner.plan_save(snapshot, directory, step, again, agrees, replayable=replayable)
         planned, parent = course.plan, None if course.plan.is_base else course.parent
         if parent is not None and parent.save is None:  # what was looked at is gone on from
             self._bases.restart(parent.base_depth)
@@ -505,13 +506,26 @@ class Saver:
             waits = not own.seems_planned(snapshot.counts())
         depth = parent.tip.depth + len(deferred) + 1
         tip = Tip(number, depth, own, copies.kept, witness)
+        compares = own.compare is not None and planner.is_collective(snapshot, course.plan.update)
+        if compares and not self._is_agreed(own, name_of(course.plan, snapshot), consent):
+            return "not all processes compare it with the same replay"
         deferred.add(tip, own, drains=snapshot.structure.on_accelerator)
-        if own.compare is not None and planner.is_collective(snapshot, course.plan.update):
+        if compares:
             with contextlib.suppress(AdaCheckError):  # raised by the save of this step
                 own.compared()
         self._watch.leave_deferred()
         self._has_gap = False
         return planner.settle_last_deferred() if waits else ""
+
+    def _is_agreed(self, own: Pending, what: str, consent: Consent | None) -> bool:
+        """True if all processes compare a step by one replay; else it is let go of."""
+        is_agreed = False
+        try:
+            is_agreed = self._stager.wire.agrees(consent, what)
+        finally:
+            if not is_agreed:
+                own.release()
+        return is_agreed
 
     def close(self) -> None:
         """Tells of deferred steps that are not saved; another manager may still save them."""

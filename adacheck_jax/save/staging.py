@@ -153,6 +153,7 @@ class Stager:
             blocks = blocks if received is None else received.joined(blocks)
             begun = ShadowStep(own, own.step, blocks, own.sums, lost=lost)
             self._shadow.start(planned.structure, planned.update, begun)
+        own.compare = course.compare
         if course.check is not None:
             return own, course.check.witness(), copies
         if not planned.has_witness:

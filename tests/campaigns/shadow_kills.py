@@ -129,7 +129,9 @@ def train(
     reasons: list[str] = []
     handler = logging.Handler()
     handler.emit = lambda record: reasons.append(record.getMessage())
-    logging.getLogger("adacheck_jax.adapter.training_run").addHandler(handler)
+    logger = logging.getLogger("adacheck_jax.adapter.training_run")
+    logger.setLevel(logging.INFO)  # a first run is told no louder that nothing is there
+    logger.addHandler(handler)
     chunks = slow_down(tell)
     with run.open_manager(root) as manager:
         state = run.new_state()

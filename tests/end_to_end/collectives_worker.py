@@ -1,10 +1,11 @@
 """One process of a run whose comparisons of replays may be collective.
 
-Usage: collectives_worker.py OPTIMIZER PROCESS PROCESSES PORT ROOT OUT DEVICES
+Usage: collectives_worker.py OPTIMIZER[-apart] PROCESS PROCESSES PORT ROOT OUT DEVICES
 
 Trains with arrays cut over all devices, and has a second copy of the state on them. Some steps are
 recorded, the others saved. Writes how many comparisons began, and ended, in a call of the training
-loop's, and how many behind its back; restores every step, and compares it with what was saved.
+loop's, and how many behind its back; restores every step, and compares it with what was saved. With
+``-apart`` process 1 saves step 5, and records step 7, with a leaf more; errors are written too.
 """
 
 from __future__ import annotations
@@ -30,7 +31,8 @@ OPTIMIZERS = {
     "adafactor": optax.adafactor(1e-2, min_dim_size_to_factor=4),
     "adamw": optax.adamw(1e-2),
 }
-run = support.dict_run(support.mesh_of((1, jax.device_count())), OPTIMIZERS[own.mode])
+optimizer, _, is_apart = own.mode.partition("-")
+run = support.dict_run(support.mesh_of((1, jax.device_count())), OPTIMIZERS[optimizer])
 calls, found, saved = itertools.count(1), Counter[str](), dict[int, list[bytes]]()
 call = 0  # number of the one that the loop is in; 0 outside of them
 followed = Following._followed
@@ -58,15 +60,21 @@ with adacheck.checkpoint_manager(
         run.advance()
         jax.block_until_ready(run.state) if run.count % 2 else None
         call = next(calls)
-        is_kept = run.count % 4 == 3 and manager.handler.record_step(run.state, run.count)
-        if not is_kept:
-            assert manager.save(run.count, args=adacheck.SaveArgs(run.state))
+        state = run.state
+        if is_apart and own.process and run.count in (5, 7):
+            state = {**state, "more": np.float32(1)}
+        try:
+            is_kept = run.count % 4 == 3 and manager.handler.record_step(state, run.count)
+            if not is_kept:
+                assert manager.save(run.count, args=adacheck.SaveArgs(state))
+            saved[run.count] = shards(run.state)
+        except adacheck.AdaCheckError as error:
+            found[f"step {run.count}: {'did not decide alike' in str(error)}"] += 1
         call = 0
         time.sleep(0.4)
-        saved[run.count] = shards(run.state)
     manager.wait_until_finished()
     target = support.abstract(run.state)
-    for step in saved:
+    for step in manager.all_steps() if is_apart else saved:
         holder = min(x for x in manager.all_steps() if x >= step)
         options = {} if holder == step else {"step": step}
         restored = manager.restore(holder, args=adacheck.RestoreArgs(target, **options))

@@ -23,3 +23,11 @@ def test_a_comparison_that_adds_up_over_processes_is_waited_for(optimizer, tmp_p
         assert ("behind" in found) == (optimizer == "adamw")  # which moves no elements
     steps = [each.manifest for each in roots.steps_of(tmp_path / "root")]
     assert [each.step for each in steps if isinstance(each, BaseManifest)] == [1]
+
+
+@pytest.mark.slow
+def test_processes_that_do_not_compare_alike_all_raise(tmp_path):
+    launch("adafactor-apart", 2, tmp_path / "root", tmp_path / "out", 2, WORKER)
+    for process in range(2):
+        found = json.loads((tmp_path / f"out-{process}.json").read_text())
+        assert {*found} == {"waited for", "step 6: True"}  # of step 5, whose save had returned

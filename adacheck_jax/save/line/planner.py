@@ -27,7 +27,7 @@ from adacheck_jax.plan.options import Options
 from adacheck_jax.plan.save_plan import SavePlan
 from adacheck_jax.plan.situation import Counts, Situation
 from adacheck_jax.proof import second_copy
-from adacheck_jax.proof.checker import Check, Checker, Witness, is_sparse
+from adacheck_jax.proof.checker import Check, Checker, Comparison, Findings, Witness, is_sparse
 from adacheck_jax.proof.identity import Identity
 from adacheck_jax.proof.sample import Sampling
 from adacheck_jax.proof.shadow import ShadowThread
@@ -57,12 +57,14 @@ class Course:
         parent: the step on the disk that a delta follows, also where the plan is a base.
         tip: the last step in memory behind that parent.
         check: comparison of the replay that is made before the save returns.
+        compare: the one that is left to the worker, where not all processes enter it.
     """
 
     plan: SavePlan
     parent: Parent | None
     tip: Tip | None
     check: Check | None = None
+    compare: Comparison | None = None
 
 
 class Planner:
@@ -104,6 +106,7 @@ class Planner:
         directory: AnyPath,
         step: int | None,
         again: Pending | None,
+        agrees: Callable[[str], bool],
         *,
         replayable: bool,
     ) -> Course:
@@ -111,6 +114,7 @@ class Planner:
 
         A replayed delta is compared with the state, and planned anew from what replay gets wrong,
         unless the plan is speculative; ``again`` is the same step, if it was deferred before.
+        ``agrees`` asks all processes if they enter a collective of that name.
 
         Raises:
             AdaCheckError: deferred steps are lost; told once.
@@ -134,7 +138,14 @@ class Planner:
         facts = self._situation(snapshot, directory, step, counts, parent, again, replayable)
         tip = self.deferred.tip_behind(parent) if parent else None
         course = Course(save_plan.plan(facts, self._options), parent, tip)
-        return self._corrected(snapshot, course, facts) if course.plan.is_replayed else course
+        if not course.plan.is_replayed:
+            return course
+        compares = tip is not None and tip.witness is not None
+        compares = compares and self.is_collective(snapshot, facts.update)
+        if compares and not agrees(name_of(course.plan, snapshot)):
+            refuse = functools.partial(_refuse, course.plan.step)
+            return dataclasses.replace(course, compare=refuse)
+        return self._corrected(snapshot, course, facts)
 
     def plan_deferred(
         self,
@@ -435,6 +446,22 @@ class Planner:
     def give_up(self, count: int, why: str) -> None:
         """Gives up deferred steps but for the first ones, and says so."""
         tell_given_up([each.step for each in self.deferred.cut(count)], why)
+
+
+def name_of(planned: SavePlan, snapshot: Snapshot) -> str:
+    """What a comparison is called where all processes have to enter the same one."""
+    counts, updates = planned.counts, planned.decision.updates
+    where = f"{planned.update.digest} {snapshot.structure.placement}"
+    return f"step {planned.step}, {counts}, {updates}: {where}"
+
+
+def _refuse(step: int, _updates: Sequence[int]) -> Findings:
+    """Stands for a comparison that not all processes enter: the save fails in all of them."""
+    raise AdaCheckError(
+        f"step {step}: processes did not decide alike: not all of them replay the same update to "
+        "compare it with the state. The step is not saved; start all processes from one step, with "
+        "the same options."
+    )
 
 
 def checker_of(structure: Structure, program: ExportedUpdate) -> Checker:

@@ -15,20 +15,24 @@ _TOPIC = "send"
 
 
 class Consent:
-    """The question to all processes whether each of them sends, at one call of all of them.
+    """The question to all processes whether each of them takes part, at one call of all of them.
 
     Args:
         exchange: exchange about this call, begun before anything can fail in one process alone.
+
+    Attributes:
+        is_used: True once this process has asked, or refused.
     """
 
     def __init__(self, exchange: Exchange) -> None:
-        self.exchange, self._is_used = exchange, False
+        self.exchange, self.is_used = exchange, False
 
     def ask(self, what: str) -> bool:
-        """True if all processes send, and the same; waits for all.
+        """True if all processes take part, and in the same; waits for all.
 
-        ``what`` names it; it is empty if this process cannot send.
+        ``what`` names it; it is empty if this process cannot.
         """
+        self.is_used = True
 
         def judge(reports: Sequence[Report]) -> Report:
             told = {each.get("what", "") for each in reports}
@@ -39,12 +43,12 @@ class Consent:
 
     def begin(self, what: str, thread: Executor) -> Future[bool]:
         """Asks on a thread, once."""
-        self._is_used = True
+        self.is_used = True  # before that thread has the question
         return thread.submit(self.ask, what)
 
     def refuse(self) -> None:
-        """Tells the others that this process does not send, if it has not told them anything."""
-        if not self._is_used:
-            self._is_used = True
+        """Tells the others that this process takes no part, if it has not told them anything."""
+        if not self.is_used:
+            self.is_used = True
             with contextlib.suppress(AdaCheckError):  # the service has ended, and with it the job
                 self.exchange.tell(_TOPIC, {})

@@ -97,11 +97,6 @@ class Wire:
         self._sending: tuple[SendPlan, Any, Future[bool], Received] | None = None
         self._past: list[Exchange] = []
 
-    @property
-    def is_used(self) -> bool:
-        """True if the others were asked."""
-        return bool(self._past)
-
     def begin(
         self,
         snapshot: Snapshot,
@@ -149,6 +144,28 @@ class Wire:
         except BaseException as error:
             received.rows.set_exception(error)
             raise
+        self._forget()
+
+    def agrees(self, consent: Consent | None, what: str) -> bool:
+        """True if all processes enter another collective of the same name now; waits for all.
+
+        Raises:
+            AdaCheckError: another process is gone, or makes another call.
+        """
+        if consent is None:
+            return False
+        self._past.append(consent.exchange)
+        is_agreed = consent.ask(what)
+        self._forget()
+        return is_agreed
+
+    def leave(self, consent: Consent) -> None:
+        """Refuses at the end of a call in which nothing was asked, if any call did ask so far."""
+        if self._past and not consent.is_used:
+            self._past.append(consent.exchange)
+            consent.refuse()
+
+    def _forget(self) -> None:
         # All processes have begun this call, so none waits in an earlier one.
         *past, last = self._past
         self._past = [last]
