@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import hashlib
 from collections.abc import Callable, Mapping
 from types import MappingProxyType
 from typing import Any, Final, Unpack
@@ -146,9 +147,13 @@ def with_adaptive_policy(policy: Any, handler: HandlerOptions) -> HandlerOptions
 def _keeping_by(
     keep: KeepLineage, options: ocp.CheckpointManagerOptions, root: epath.Path
 ) -> ocp.CheckpointManagerOptions:
-    """Options that keep steps by a policy, and commit them as the root's storage needs it."""
+    """Options that keep steps by a policy, and commit and meet as the root needs it."""
     found = dataclasses.replace(options, **dict.fromkeys(_RULES))
     found.preservation_policy = keep
+    among = options.multiprocessing_options
+    if among.barrier_sync_key_prefix is None:  # else barriers of two managers are taken for one
+        prefix = hashlib.sha256(str(root).encode()).hexdigest()[:16]
+        found.multiprocessing_options = dataclasses.replace(among, barrier_sync_key_prefix=prefix)
     files = options.file_options
     if not at(located(str(root))).on_file_system and not files.skip_sync_file_validations:
         # A store that hangs would hold up the loop: what a crash left is removed behind it.

@@ -334,3 +334,17 @@ class TestWhatAManagerIsGiven:
         options: Any = {"max_to_keep": 3}
         with pytest.raises(ValueError, match=r"ocp.CheckpointManagerOptions.*found dict"):
             adacheck.checkpoint_manager(tmp_path, options=options)
+
+
+def test_managers_of_two_roots_have_barriers_of_their_own(tmp_path):
+    """Those of one manager are numbered; two that save at once would wait for each other's."""
+
+    def prefix(root, **own):
+        options = ocp.CheckpointManagerOptions(
+            multiprocessing_options=ocp.options.MultiprocessingOptions(**own)
+        )
+        with adacheck.checkpoint_manager(tmp_path / root, options=options) as manager:
+            return manager._multiprocessing_options.barrier_sync_key_prefix
+
+    assert prefix("a") == prefix("a") != prefix("b")
+    assert prefix("a", barrier_sync_key_prefix="mine") == "mine"
