@@ -152,7 +152,7 @@ def switches(
 
 
 def switch_values(recorder_count: int, updates: Sequence[int] = ()) -> np.ndarray:
-    """What :func:`switches` puts on devices."""
+    """The values that :func:`switches` puts on devices."""
     if recorder_count > 1:
         return np.array([0, *(k in updates for k in range(recorder_count))], np.uint32)
     return np.zeros((), np.uint32)

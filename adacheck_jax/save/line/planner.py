@@ -449,7 +449,7 @@ class Planner:
 
 
 def name_of(planned: SavePlan, snapshot: Snapshot) -> str:
-    """What a comparison is called where all processes have to enter the same one."""
+    """Name of a comparison of which all processes have to enter the same."""
     counts, updates = planned.counts, planned.decision.updates
     where = f"{planned.update.digest} {snapshot.structure.placement}"
     return f"step {planned.step}, {counts}, {updates}: {where}"
