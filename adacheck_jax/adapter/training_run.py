@@ -22,13 +22,14 @@ from etils import epath
 
 from adacheck_jax.adapter import directories, inputs, processes
 from adacheck_jax.adapter.arguments import KEPT, RestoreArgs, RestoreInfo, SaveArgs
+from adacheck_jax.adapter.coordination.agreeing import LONGEST_S, RestoreAgreement
 from adacheck_jax.adapter.coordination.calls import Calls
 from adacheck_jax.adapter.memory.gate import Neighbours
 from adacheck_jax.adapter.memory.recovery import NoFilesError, RecoveringProcesses, found_files
 from adacheck_jax.adapter.memory.replaying import replay
 from adacheck_jax.adapter.processes import ServiceExchange
 from adacheck_jax.adapter.reports import Announcer, OnSave, SaveReport, report_of
-from adacheck_jax.adapter.restoring import StepRestorer, resolve, stock_info
+from adacheck_jax.adapter.restoring import Restored, StepRestorer, resolve, stock_info
 from adacheck_jax.adapter.share_future import ShareFuture
 from adacheck_jax.adapter.stock import descriptions
 from adacheck_jax.adapter.stock.base_checkpoint import StockCheckpoints, described
@@ -370,12 +371,20 @@ class TrainingRun:
     def restore(self, directory: AnyPath, args: RestoreArgs) -> PyTree:
         """Restore a step, bit-exact and verified; see :meth:`AdaCheckHandler.restore`."""
         self._process.enter()
-        with self._consent(f"{directory}, restored") as consent:
-            return self._restore(directory, args, consent)
+        exchange = processes.exchange(f"{directory}, restored", is_save=False)
+        exchange = exchange and exchange.watching(self.calls)
+        together = RestoreAgreement(exchange and exchange.within(LONGEST_S))
+        try:
+            inputs.expect_tree(args.abstract_state)
+            restored = self._restorer.restore(directory, args, together.agreed)
+            with together.agreed(), self._consent(exchange) as consent:
+                return self._follow(restored, consent)
+        except BaseException as error:
+            together.leave(error)
+            raise
 
-    def _restore(self, directory: AnyPath, args: RestoreArgs, consent: Consent | None) -> PyTree:
-        inputs.expect_tree(args.abstract_state)
-        restored = self._restorer.restore(directory, args)
+    def _follow(self, restored: Restored, consent: Consent | None) -> PyTree:
+        """Notes a restored step, which the next save may follow; gives its state."""
         if restored.lineage is None:
             self.note_stock(restored.directory)
             return restored.state

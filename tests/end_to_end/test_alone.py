@@ -21,6 +21,39 @@ def told(mode: str, path) -> list[dict[str, str]]:
 @pytest.mark.slow
 @pytest.mark.first(2)
 @pytest.mark.parametrize(
+    ("mode", "kind", "text"),
+    [
+        ("collective-1", "IntegrityError", "it is damaged here"),
+        ("base-0", "StorageError", "cannot be read now"),
+        ("manifest-1", "IntegrityError", "it is damaged here"),
+        ("delta-1", "IntegrityError", "it is damaged here"),
+        ("once-0", "IntegrityError", "it is damaged here"),
+        ("bits-1", "IntegrityError", "it is damaged here"),
+        ("followed-1", "AdaCheckError", "MemoryError: too little here"),
+    ],
+)
+def test_a_restore_that_fails_in_one_process_fails_in_all(mode, kind, text, tmp_path):
+    failing, other = told(mode, tmp_path)
+    assert text in failing.pop("restore")
+    error = other.pop("restore")
+    assert error.startswith(f"{kind}: process {mode[-1]} could not restore (")
+    assert text in error
+    for each in (failing, other):
+        assert each.pop("restore again") == "step 3"
+        assert {*each.values()} == {""}
+
+
+@pytest.mark.slow
+def test_what_one_process_has_damaged_all_skip(tmp_path):
+    for each in told("skipped-1", tmp_path):
+        assert each.pop("restore") == "step 1"
+        assert each.pop("restore again") == "step 3"
+        assert {*each.values()} == {""}
+
+
+@pytest.mark.slow
+@pytest.mark.first(2)
+@pytest.mark.parametrize(
     ("mode", "step", "error"),
     [
         ("leaf-1", 4, "AdaCheckError: process 1 could not begin to save (MismatchError: Unsup"),
