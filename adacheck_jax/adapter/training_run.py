@@ -23,9 +23,9 @@ from etils import epath
 from adacheck_jax.adapter import directories, inputs, processes
 from adacheck_jax.adapter.arguments import KEPT, RestoreArgs, RestoreInfo, SaveArgs
 from adacheck_jax.adapter.coordination.calls import Calls
-from adacheck_jax.adapter.memory.gate import Neighbours
-from adacheck_jax.adapter.memory.recovery import NoFilesError, RecoveringProcesses, found_files
-from adacheck_jax.adapter.memory.replaying import replay
+from adacheck_jax.adapter.in_memory.gate import Neighbours
+from adacheck_jax.adapter.in_memory.recovery import NoFilesError, RecoveringProcesses, found_files
+from adacheck_jax.adapter.in_memory.replaying import replay
 from adacheck_jax.adapter.reports import Announcer, OnSave, SaveReport, report_of
 from adacheck_jax.adapter.restoring import StepRestorer, resolve, stock_info
 from adacheck_jax.adapter.share_future import ShareFuture
@@ -37,15 +37,14 @@ from adacheck_jax.device.trees import PyTree
 from adacheck_jax.errors import AdaCheckError, storage_named
 from adacheck_jax.format.manifest import DeltaManifest
 from adacheck_jax.format.one_process import OneProcess
+from adacheck_jax.memory.files.shadow_file import ShadowFileError
+from adacheck_jax.memory.files.step_file import FilePlace
+from adacheck_jax.memory.sending.consent import Consent
 from adacheck_jax.plan.options import Options
-from adacheck_jax.proof.files.shadow_file import ShadowFileError
-from adacheck_jax.proof.files.step_file import FilePlace
 from adacheck_jax.save import commit
 from adacheck_jax.save.attempt import SHARES, Exchange
 from adacheck_jax.save.one_save import Save
-from adacheck_jax.save.recovered import Newest
-from adacheck_jax.save.saver import Saver
-from adacheck_jax.save.sending.consent import Consent
+from adacheck_jax.save.saver import Newest, Saver
 from adacheck_jax.schedule.stopwatch import Clock
 from adacheck_jax.store.base_writer import ArrayLayout, Name
 from adacheck_jax.store.steps import manifest_file, roots

@@ -28,16 +28,19 @@ from adacheck_jax.device import transfer
 from adacheck_jax.device.loops import xla_call
 from adacheck_jax.device.trees import PyTree
 from adacheck_jax.errors import AdaCheckError
+from adacheck_jax.memory import recovered, together
+from adacheck_jax.memory.files.step_file import FilePlace, FoundFile
+from adacheck_jax.memory.peers import Peers
+from adacheck_jax.memory.recovered import RecordReplay, Recovered, StoredStep
+from adacheck_jax.memory.sending.consent import Consent
+from adacheck_jax.memory.shadow import ShadowThread
+from adacheck_jax.memory.shadow_state import ShadowStep
+from adacheck_jax.memory.together import Together
 from adacheck_jax.plan.decision import shown
 from adacheck_jax.plan.options import Options
 from adacheck_jax.plan.save_plan import SavePlan
 from adacheck_jax.plan.situation import BackgroundFacts, sizes_of
-from adacheck_jax.proof.files.step_file import FilePlace, FoundFile
-from adacheck_jax.proof.peers import Peers
-from adacheck_jax.proof.shadow import ShadowThread
-from adacheck_jax.proof.shadow_state import ShadowStep
 from adacheck_jax.save import copies as host_copies
-from adacheck_jax.save import recovered, together
 from adacheck_jax.save.attempt import Attempt, Exchange
 from adacheck_jax.save.background_bases import BackgroundBases
 from adacheck_jax.save.copies import HostCopies
@@ -47,10 +50,7 @@ from adacheck_jax.save.line.parents import Parent, Tip
 from adacheck_jax.save.line.planner import Planner, name_of, sums_of
 from adacheck_jax.save.one_save import Save
 from adacheck_jax.save.pending import Pending
-from adacheck_jax.save.recovered import Newest, RecordReplay, Recovered
-from adacheck_jax.save.sending.consent import Consent
 from adacheck_jax.save.staging import Stager, with_others
-from adacheck_jax.save.together import Together
 from adacheck_jax.schedule.line import LineSchedule
 from adacheck_jax.schedule.stopwatch import Clock, Stopwatch
 from adacheck_jax.state.exported_update import NOT_YET
@@ -61,6 +61,27 @@ from adacheck_jax.store.storage.location import AnyPath
 from adacheck_jax.update.binding import Recorders
 
 _log = logging.getLogger(__name__)
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Newest:
+    """The newest step of a line in storage.
+
+    Attributes:
+        step: its number.
+        number: the number in the name of its directory.
+        lineage: its lineage; None if it cannot be built on.
+    """
+
+    step: int
+    number: int
+    lineage: Lineage | None
+
+    @property
+    def told(self) -> StoredStep:
+        """The step, as it is compared with what lies in memory."""
+        sums = None if self.lineage is None else self.lineage.manifest.fingerprints
+        return StoredStep(self.step, sums)
 
 
 class Saver:
@@ -164,8 +185,9 @@ class Saver:
             RecorderError: the recorder cannot be tied to the state.
         """
         try:
-            args = self._shadow, self._planner, abstract_state, newest, replay
-            found = recovered.state_from(*args)
+            planner, stored = self._planner, newest and newest.told
+            args = planner.snapshots, planner.updates, abstract_state, stored, replay
+            found = recovered.state_from(self._shadow, *args)
         except BaseException:
             self._shadow.close()
             raise
@@ -185,8 +207,9 @@ class Saver:
 
         The next run has files of its own, beside which these stay until it has passed its gate.
         """
-        args = self._planner, abstract_state, newest, files, peers, replay
-        found = together.state_of(*args)
+        planner, stored = self._planner, newest and newest.told
+        args = planner.snapshots, planner.updates, abstract_state, stored
+        found = together.state_of(*args, files, peers, replay)
         if found.has_records:  # which this run finds out as the last one did, else
             self._shadow.keep_records()
         self._follow_recovered(found, newest, has_shadow=False, consent=consent)
@@ -205,10 +228,10 @@ class Saver:
         has_shadow: bool,
         consent: Consent | None = None,
     ) -> None:
-        if newest is None or found.lineage is None:
+        if newest is None or newest.lineage is None or newest.step != found.step:
             self.forget()
             return
-        args = found.lineage, newest.number, found.leaves, found.state, {}
+        args = newest.lineage, newest.number, found.leaves, found.state, {}
         self.follow(*args, has_shadow=has_shadow, consent=consent)
 
     def forget(self) -> None:

@@ -35,7 +35,7 @@ import orbax.checkpoint as ocp
 
 from adacheck_jax.adapter.away.keeping import AdaCheckManager
 from adacheck_jax.adapter.training_run import TrainingRun
-from adacheck_jax.proof.shadow_state import ShadowState
+from adacheck_jax.memory.shadow_state import ShadowState
 from adacheck_jax.save import commit, share
 from adacheck_jax.save.background_bases import BackgroundBases
 from adacheck_jax.save.copies import HostCopies

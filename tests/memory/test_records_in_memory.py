@@ -18,11 +18,11 @@ from hypothesis import strategies as st
 
 import adacheck_jax as adacheck
 from adacheck_jax.format.boxes import Box
-from adacheck_jax.proof import holdings, shadow
-from adacheck_jax.proof.files import step_file
-from adacheck_jax.proof.files.record_log import LEAST_RECORDS, RecordLog
-from adacheck_jax.proof.files.shadow_file import ShadowFileError
-from adacheck_jax.proof.files.step_file import FilePlace, kind_at
+from adacheck_jax.memory import holdings, shadow
+from adacheck_jax.memory.files import step_file
+from adacheck_jax.memory.files.record_log import LEAST_RECORDS, RecordLog
+from adacheck_jax.memory.files.shadow_file import ShadowFileError
+from adacheck_jax.memory.files.step_file import FilePlace, kind_at
 from adacheck_jax.save import validation
 from adacheck_jax.state.exported_update import ExportedUpdates
 from adacheck_jax.state.snapshot import Snapshots

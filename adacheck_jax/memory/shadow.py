@@ -24,11 +24,11 @@ from concurrent.futures import Future, ThreadPoolExecutor
 import jax
 
 from adacheck_jax.format.boxes import Blocks, Box
-from adacheck_jax.proof import holdings
-from adacheck_jax.proof.files.journal import Journal
-from adacheck_jax.proof.files.record_log import RecordLog
-from adacheck_jax.proof.files.shadow_file import ShadowFileError, peek
-from adacheck_jax.proof.files.step_file import (
+from adacheck_jax.memory import holdings
+from adacheck_jax.memory.files.journal import Journal
+from adacheck_jax.memory.files.record_log import RecordLog
+from adacheck_jax.memory.files.shadow_file import ShadowFileError, peek
+from adacheck_jax.memory.files.step_file import (
     FilePlace,
     Found,
     FoundFile,
@@ -38,11 +38,11 @@ from adacheck_jax.proof.files.step_file import (
     remove_others,
     state_told,
 )
-from adacheck_jax.proof.free_memory import free_bytes
-from adacheck_jax.proof.holdings import Held, HeldBox
-from adacheck_jax.proof.peers import Peers
-from adacheck_jax.proof.record_state import RecordState
-from adacheck_jax.proof.shadow_state import (
+from adacheck_jax.memory.free_memory import free_bytes
+from adacheck_jax.memory.holdings import Held, HeldBox
+from adacheck_jax.memory.peers import Peers
+from adacheck_jax.memory.record_state import RecordState
+from adacheck_jax.memory.shadow_state import (
     Followed,
     Position,
     ShadowState,

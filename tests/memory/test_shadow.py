@@ -11,7 +11,7 @@ import pytest
 import adacheck_jax as adacheck
 from adacheck_jax.errors import ReplayError
 from adacheck_jax.format.manifest import BaseManifest
-from adacheck_jax.proof import shadow
+from adacheck_jax.memory import shadow
 from adacheck_jax.store.steps import roots
 from adacheck_jax.update.elements.host_fold import HostFold
 from tests import support
