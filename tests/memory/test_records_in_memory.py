@@ -30,7 +30,7 @@ from adacheck_jax.update.binding import recorders_of
 from adacheck_jax.update.elements.host_fold import HostFold
 from tests import support
 from tests.save.test_checks import assert_all_restorable, deltas_of, kinds
-from tests.save.test_recovery import (
+from tests.memory.test_recovery import (
     assert_same,
     file_of,
     handler_of,
