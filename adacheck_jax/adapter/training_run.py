@@ -44,7 +44,8 @@ from adacheck_jax.plan.options import Options
 from adacheck_jax.save import commit
 from adacheck_jax.save.attempt import SHARES, Exchange
 from adacheck_jax.save.one_save import Save
-from adacheck_jax.save.saver import Newest, Saver
+from adacheck_jax.save.resuming import Newest
+from adacheck_jax.save.saver import Saver
 from adacheck_jax.schedule.stopwatch import Clock
 from adacheck_jax.store.base_writer import ArrayLayout, Name
 from adacheck_jax.store.steps import manifest_file, roots
@@ -356,16 +357,16 @@ class TrainingRun:
             place = roots.place_of(restored.directory)
             saver = self._saver_of(place)
             if restored.is_own:
-                saver.follow(
+                saver.resumer.follow(
                     restored.lineage,
                     place.step,
                     restored.leaves,
                     restored.state,
                     restored.measured,
-                    consent=consent,
+                    consent,
                 )
             else:
-                saver.forget()
+                saver.resumer.forget()
         return restored.state
 
     @jax_settings.own()
@@ -389,12 +390,9 @@ class TrainingRun:
             name = peers.item(found, item, abstract_state)
             known = _newest(there, name or None)
             saver = self._saver_of(Place((there, name or None), None))
-            if jax.process_count() == 1 and not any(each.place.run for each in found):
-                made = saver.recover(abstract_state, known, replay)
-            else:
-                with self._consent(f"{there}, recovered") as consent:
-                    args = abstract_state, known, found, peers, replay, consent
-                    made = saver.recover_together(*args)
+            with self._consent(f"{there}, recovered") as consent:
+                args = abstract_state, known, found, peers, replay, consent
+                made = saver.resumer.recover(*args)
             saver.note("recover_s", self._clock() - begin_s)
         except ShadowFileError as error:
             is_first = isinstance(error, NoFilesError) and not _has_steps(there)
@@ -419,7 +417,7 @@ class TrainingRun:
         """Note that a step was restored that stock Orbax saved: the next save is a base."""
         _log.warning("%s: stock Orbax saved this step: it was read, and not verified.", directory)
         self.restored = stock_info(directory)
-        self._saver_of(roots.place_of(directory)).forget()
+        self._saver_of(roots.place_of(directory)).resumer.forget()
 
     def close(self) -> None:
         """Release what the savers and Orbax's handlers hold; in a forked child nothing."""

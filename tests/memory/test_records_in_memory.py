@@ -29,7 +29,6 @@ from adacheck_jax.state.snapshot import Snapshots
 from adacheck_jax.update.binding import recorders_of
 from adacheck_jax.update.elements.host_fold import HostFold
 from tests import support
-from tests.save.test_checks import assert_all_restorable, deltas_of, kinds
 from tests.memory.test_recovery import (
     assert_same,
     file_of,
@@ -38,6 +37,7 @@ from tests.memory.test_recovery import (
     told,
     wait_for_shadow,
 )
+from tests.save.test_checks import assert_all_restorable, deltas_of, kinds
 from tests.support import host_copy, manager_of, mesh_of, save_steps
 
 MESHES = pytest.mark.parametrize("shape", [(1, 1), (4, 2)], ids=["one device", "eight devices"])
