@@ -21,7 +21,7 @@ import numpy as np
 from adacheck_jax.device import transfer
 from adacheck_jax.device.trees import PyTree
 from adacheck_jax.format.boxes import Blocks, Box
-from adacheck_jax.memory import agreement, holdings, shadow
+from adacheck_jax.memory import agreement, holdings, making
 from adacheck_jax.memory.agreement import Choice, Offer, OfferedStep
 from adacheck_jax.memory.files.record_log import RecordLog
 from adacheck_jax.memory.files.shadow_file import CutOffError, ShadowFileError
@@ -151,7 +151,7 @@ def _opened(
     for number, structure in enumerate(structures):
         update = updates.of(structure)
         try:
-            file = shadow.opened(found, structure, update)
+            file = making.opened(found, structure, update)
         except CutOffError as error:
             _log.warning("%s: its part of the state is not taken: %s", found.place.path, error)
             return str(error)

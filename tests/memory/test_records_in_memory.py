@@ -18,7 +18,7 @@ from hypothesis import strategies as st
 
 import adacheck_jax as adacheck
 from adacheck_jax.format.boxes import Box
-from adacheck_jax.memory import holdings, shadow
+from adacheck_jax.memory import holdings, making, shadow
 from adacheck_jax.memory.files import step_file
 from adacheck_jax.memory.files.record_log import LEAST_RECORDS, RecordLog
 from adacheck_jax.memory.files.shadow_file import ShadowFileError
@@ -318,9 +318,9 @@ def test_a_file_of_another_kind_is_refused(root, memory):
     structure = in_use(run, memory)._structure
     update = ExportedUpdates("auto").of(structure)
     with pytest.raises(ShadowFileError, match="what lies in it is of another kind"):
-        shadow.opened(dataclasses.replace(found, kind="state"), structure, update)
+        making.opened(dataclasses.replace(found, kind="state"), structure, update)
     with pytest.raises(ShadowFileError, match="expected a file of a kind that is known"):
-        shadow.opened(dataclasses.replace(found, kind="other"), structure, update)
+        making.opened(dataclasses.replace(found, kind="other"), structure, update)
 
 
 @dataclasses.dataclass(frozen=True)
