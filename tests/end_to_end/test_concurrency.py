@@ -363,7 +363,8 @@ def test_a_run_of_two_processes_is_preempted_while_it_saves(tmp_path, processes,
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("processes", [1, 2])
+@pytest.mark.first(1)
+@pytest.mark.parametrize("processes", [2, 1])
 def test_what_is_deferred_is_saved_when_a_run_is_told_to_end(tmp_path, processes):
     """Twice: the second run is resumed, so that its steps begin far from 0."""
     root, before = tmp_path / "run", 0
