@@ -39,6 +39,7 @@ def words(text):
     return " ".join(text.split())
 
 
+@pytest.mark.slow
 def test_the_example_on_128_devices_is_told_in_one_sentence_and_by_the_kind_of_failure(plan):
     result = plan("", f"{EXAMPLE}:data_parallel", "--domains", "4")
     assert result.exit_code == 0, result.output

@@ -123,7 +123,7 @@ WAYS = [
 ]
 
 
-@pytest.mark.covering(1, quick=1)
+@pytest.mark.covering(1, quick=0)
 @pytest.mark.parametrize("shapes", WAYS, ids=str)
 @pytest.mark.parametrize("name", OPTIMIZERS)
 def test_every_step_after_a_restart_is_a_delta_and_restores_on_every_mesh(tmp_path, shapes, name):
@@ -158,6 +158,7 @@ def test_steps_are_recorded_behind_a_restart(tmp_path):
     assert_whole(tmp_path, saved, [(2, 4), (4, 2)])
 
 
+@pytest.mark.slow
 def test_a_run_goes_back_and_forth_in_one_process(tmp_path):
     """What was planned for the boxes of one mesh is not taken for those of another."""
     first, other = (program(mesh_of(shape), "adamw") for shape in ((4, 2), (2, 2)))

@@ -604,7 +604,7 @@ def test_leaves_of_rare_kinds_come_back_as_they_were(tmp_path, kind):
         assert_comes_back(tmp_path, kind, KINDS[kind], "auto", True)
 
 
-@pytest.mark.first(1)
+@pytest.mark.first(0, slow=1)
 @IN_DELTAS
 def test_leaves_of_many_kinds_in_one_state_come_back_as_they_were(tmp_path, delta, has_recorder):
     assert_comes_back(tmp_path, "many", mixed, delta, has_recorder)
