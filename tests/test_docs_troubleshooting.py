@@ -10,7 +10,7 @@ from tests.test_links import ROOT
 PAGE = " ".join(
     (ROOT / "docs" / "guide" / "troubleshooting.md").read_text().replace("`", "").split()
 )
-ROOMS = ("errors", "format", "device", "store", "update", "save", "restore", "adapter")
+ROOMS = ("errors", "format", "device", "store", "update", "memory", "save", "restore", "adapter")
 """Rooms whose messages stand there one by one; those of commands and layouts stand together."""
 
 ERRORS = {

@@ -23,9 +23,9 @@ from etils import epath
 from adacheck_jax.adapter import directories, inputs, processes
 from adacheck_jax.adapter.arguments import KEPT, RestoreArgs, RestoreInfo, SaveArgs
 from adacheck_jax.adapter.coordination.calls import Calls
-from adacheck_jax.adapter.memory.gate import Neighbours
-from adacheck_jax.adapter.memory.recovery import NoFilesError, RecoveringProcesses, found_files
-from adacheck_jax.adapter.memory.replaying import replay
+from adacheck_jax.adapter.in_memory.gate import Neighbours
+from adacheck_jax.adapter.in_memory.recovery import NoFilesError, RecoveringProcesses, found_files
+from adacheck_jax.adapter.in_memory.replaying import replay
 from adacheck_jax.adapter.reports import Announcer, OnSave, SaveReport, report_of
 from adacheck_jax.adapter.restoring import StepRestorer, resolve, stock_info
 from adacheck_jax.adapter.share_future import ShareFuture
@@ -37,15 +37,15 @@ from adacheck_jax.device.trees import PyTree
 from adacheck_jax.errors import AdaCheckError, storage_named
 from adacheck_jax.format.manifest import DeltaManifest
 from adacheck_jax.format.one_process import OneProcess
+from adacheck_jax.memory.files.shadow_file import ShadowFileError
+from adacheck_jax.memory.files.step_file import FilePlace
+from adacheck_jax.memory.sending.consent import Consent
 from adacheck_jax.plan.options import Options
-from adacheck_jax.proof.files.shadow_file import ShadowFileError
-from adacheck_jax.proof.files.step_file import FilePlace
 from adacheck_jax.save import commit
 from adacheck_jax.save.attempt import SHARES, Exchange
 from adacheck_jax.save.one_save import Save
-from adacheck_jax.save.recovered import Newest
+from adacheck_jax.save.resuming import Newest
 from adacheck_jax.save.saver import Saver
-from adacheck_jax.save.sending.consent import Consent
 from adacheck_jax.schedule.stopwatch import Clock
 from adacheck_jax.store.base_writer import ArrayLayout, Name
 from adacheck_jax.store.steps import manifest_file, roots
@@ -357,16 +357,16 @@ class TrainingRun:
             place = roots.place_of(restored.directory)
             saver = self._saver_of(place)
             if restored.is_own:
-                saver.follow(
+                saver.resumer.follow(
                     restored.lineage,
                     place.step,
                     restored.leaves,
                     restored.state,
                     restored.measured,
-                    consent=consent,
+                    consent,
                 )
             else:
-                saver.forget()
+                saver.resumer.forget()
         return restored.state
 
     @jax_settings.own()
@@ -390,12 +390,9 @@ class TrainingRun:
             name = peers.item(found, item, abstract_state)
             known = _newest(there, name or None)
             saver = self._saver_of(Place((there, name or None), None))
-            if jax.process_count() == 1 and not any(each.place.run for each in found):
-                made = saver.recover(abstract_state, known, replay)
-            else:
-                with self._consent(f"{there}, recovered") as consent:
-                    args = abstract_state, known, found, peers, replay, consent
-                    made = saver.recover_together(*args)
+            with self._consent(f"{there}, recovered") as consent:
+                args = abstract_state, known, found, peers, replay, consent
+                made = saver.resumer.recover(*args)
             saver.note("recover_s", self._clock() - begin_s)
         except ShadowFileError as error:
             is_first = isinstance(error, NoFilesError) and not _has_steps(there)
@@ -420,7 +417,7 @@ class TrainingRun:
         """Note that a step was restored that stock Orbax saved: the next save is a base."""
         _log.warning("%s: stock Orbax saved this step: it was read, and not verified.", directory)
         self.restored = stock_info(directory)
-        self._saver_of(roots.place_of(directory)).forget()
+        self._saver_of(roots.place_of(directory)).resumer.forget()
 
     def close(self) -> None:
         """Release what the savers and Orbax's handlers hold; in a forked child nothing."""

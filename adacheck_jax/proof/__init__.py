@@ -16,12 +16,7 @@ arrays that are saved are the very arrays that it returned, and it was given tho
 before.
 
 Beside the sample the *shadow*, a copy in host memory, compares everything
-(:mod:`~adacheck_jax.proof.shadow`). Its memory may be a file
-(:mod:`~adacheck_jax.proof.files.shadow_file`), from which a killed process gets its state back:
-:mod:`~adacheck_jax.proof.files.journal` says what lies in it and in which order it is written. Of
-several processes each has a file (:mod:`~adacheck_jax.proof.holdings`); they go from step to step
-together (:mod:`~adacheck_jax.proof.peers`), and agree on one after a restart
-(:mod:`~adacheck_jax.proof.agreement`).
+(:mod:`~adacheck_jax.memory.shadow`).
 
 Knows no plan, and nothing of what is written. Begin with :mod:`~adacheck_jax.proof.checker`.
 """

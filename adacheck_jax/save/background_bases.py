@@ -30,8 +30,8 @@ import jax
 
 from adacheck_jax.errors import AdaCheckError
 from adacheck_jax.format.boxes import Blocks
+from adacheck_jax.memory.shadow import Copies, Proof, ShadowThread
 from adacheck_jax.plan.situation import BackgroundFacts
-from adacheck_jax.proof.shadow import Copies, Proof, ShadowThread
 from adacheck_jax.save.attempt import Exchange
 from adacheck_jax.store.compaction import in_place
 from adacheck_jax.store.compaction.in_place import Prepared

@@ -88,7 +88,7 @@ class Save:
             written those that all processes learned of with it.
         background: facts of this process on bases made in the background.
         memory: gives what this process keeps in memory, and why it wants a base before so many
-            steps more; see :meth:`~adacheck_jax.proof.shadow.ShadowThread.told`.
+            steps more; see :meth:`~adacheck_jax.memory.shadow.ShadowThread.told`.
         base: copies of what a base stores; None for a delta.
         keeps: True if what it writes stays in memory until the step has its name: where storage
             refuses it, it can be written again.

@@ -30,11 +30,11 @@ from adacheck_jax.device import jax_settings
 from adacheck_jax.device.transfer import Joined
 from adacheck_jax.errors import AdaCheckError, ReplayError
 from adacheck_jax.format.boxes import Blocks
+from adacheck_jax.memory.shadow import Proof
 from adacheck_jax.plan.decision import shown
 from adacheck_jax.plan.save_plan import SavePlan
 from adacheck_jax.plan.situation import Counts
 from adacheck_jax.proof.checker import Comparison, Findings
-from adacheck_jax.proof.shadow import Proof
 from adacheck_jax.save.copies import NOTHING, HostCopies
 from adacheck_jax.state.snapshot import Structure
 from adacheck_jax.store.delta_writer import DeltaWriter, Packed

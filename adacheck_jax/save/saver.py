@@ -5,11 +5,10 @@ the devices. What it returns, a :class:`~adacheck_jax.save.one_save.Save`, is fo
 and to commit; the state may be donated then. Nothing here decides.
 """
 
-# Threads: begin and defer run on the caller's threads, follow on one that restores. ``_lock`` is
-# held through a whole save or record_step, waits for devices and compilers included: two callers
-# would plan on the same parent. Under it the locks of a step (``pending``) and of a base in work
-# may be taken, never the other way round. What Orbax's thread does to a Save is read from its
-# fields.
+# Threads: begin and defer run on the caller's threads. ``_lock`` is held through a whole save or
+# record_step, waits for devices and compilers included: two callers would plan on the same parent.
+# Under it the locks of a step (``pending``) and of a base in work may be taken, never the other way
+# round. What Orbax's thread does to a Save is read from its fields.
 
 from __future__ import annotations
 
@@ -28,16 +27,15 @@ from adacheck_jax.device import transfer
 from adacheck_jax.device.loops import xla_call
 from adacheck_jax.device.trees import PyTree
 from adacheck_jax.errors import AdaCheckError
+from adacheck_jax.memory.files.step_file import FilePlace
+from adacheck_jax.memory.peers import Peers
+from adacheck_jax.memory.sending.consent import Consent
+from adacheck_jax.memory.shadow import ShadowThread
+from adacheck_jax.memory.shadow_state import ShadowStep
 from adacheck_jax.plan.decision import shown
 from adacheck_jax.plan.options import Options
 from adacheck_jax.plan.save_plan import SavePlan
 from adacheck_jax.plan.situation import BackgroundFacts, sizes_of
-from adacheck_jax.proof.files.step_file import FilePlace, FoundFile
-from adacheck_jax.proof.peers import Peers
-from adacheck_jax.proof.shadow import ShadowThread
-from adacheck_jax.proof.shadow_state import ShadowStep
-from adacheck_jax.save import copies as host_copies
-from adacheck_jax.save import recovered, together
 from adacheck_jax.save.attempt import Attempt, Exchange
 from adacheck_jax.save.background_bases import BackgroundBases
 from adacheck_jax.save.copies import HostCopies
@@ -47,16 +45,13 @@ from adacheck_jax.save.line.parents import Parent, Tip
 from adacheck_jax.save.line.planner import Planner, name_of, sums_of
 from adacheck_jax.save.one_save import Save
 from adacheck_jax.save.pending import Pending
-from adacheck_jax.save.recovered import Newest, RecordReplay, Recovered
-from adacheck_jax.save.sending.consent import Consent
+from adacheck_jax.save.resuming import Resumer
 from adacheck_jax.save.staging import Stager, with_others
-from adacheck_jax.save.together import Together
 from adacheck_jax.schedule.line import LineSchedule
 from adacheck_jax.schedule.stopwatch import Clock, Stopwatch
 from adacheck_jax.state.exported_update import NOT_YET
 from adacheck_jax.state.snapshot import Snapshot, bound_paths
 from adacheck_jax.store import claims
-from adacheck_jax.store.steps.lineage import Lineage
 from adacheck_jax.store.storage.location import AnyPath
 from adacheck_jax.update.binding import Recorders
 
@@ -73,6 +68,7 @@ class Saver:
 
     Attributes:
         kept: steps in memory that storage does not have.
+        resumer: makes a restored or recovered step the one that the next save builds on.
     """
 
     def __init__(
@@ -99,123 +95,22 @@ class Saver:
         self.kept = Keeper(self._planner.parents, self._planner.deferred, self._lock)
         self._attempt = Attempt(threading.Lock(), claims.new_token())
         self._stager = Stager(options, self._planner, self._shadow)
-
-    def follow(
-        self,
-        restored: Lineage,
-        number: int | None,
-        leaves: Sequence[Any],
-        state: PyTree,
-        measured: Mapping[str, float],
-        *,
-        has_shadow: bool = False,
-        consent: Consent | None = None,
-    ) -> None:
-        """Makes a restored step the parent of the next save.
-
-        The next state is compared with its ``leaves``, of which one that was left out is None; the
-        caller gets the ``state``. ``measured`` are seconds by the names of costs; ``has_shadow``
-        says that the state is the shadow's already.
-        """
-        update = restored.base.update
-        needed = range(len(leaves)) if update is None else (*update.explained, *update.consumed)
-        if any(leaves[i] is None for i in needed):
-            return  # what was left out will be made anew, and no update leads there
-        saved, snapshot = restored.manifest, None
-        specs, copies = restored.leaves, host_copies.NOTHING
-        if self._has_recorder or self._options.delta == "bits":
-            kept, snapshot = None, self._planner.snapshot_of_restored(restored, state)
-            if snapshot is not None:
-                specs = host_copies.cut_as_restored(specs, snapshot)
-            if self._options.delta != "bits" and update is not None and not restored.problem:
-                replayed = update.explained.difference(update.passed, saved.caution.distrusted)
-                kept = frozenset(range(len(leaves))) - replayed - frozenset(update.consumed)
-            copies = host_copies.copies_of_restored(specs, leaves, kept)
-        tip = Tip(saved.step, saved.depth, None, copies, None, restored=specs)
-        parent = Parent(restored.entries[-1].holder, number, tip, None, restored)
-        if has_shadow:
-            self._shadow.stand_at(tip)
-        if snapshot is not None:
-            sums, begun = dict(enumerate(saved.fingerprints)), None
-            if jax.process_index():  # what all contribute adds up to the fingerprints
-                sums = dict.fromkeys(sums, 0)
-            if not (has_shadow or snapshot.structure.on_accelerator):
-                begun = self._stager.restored(snapshot, tip, sums, consent)
-            self._stager.prepare_next(tip, snapshot, begun, is_restored=True)
-        with self._lock:
-            distrusted = [specs[i].path for i in saved.caution.distrusted]
-            self._planner.distrust.learn(saved.caution.reason, distrusted)
-            self._planner.parents.follow(parent)
-            for name, seconds in measured.items():
-                self._watch.note(name, seconds)
-            self._note_position()
-        xla_call.begin()
-
-    def recover(
-        self, abstract_state: PyTree, newest: Newest | None, replay: RecordReplay
-    ) -> Recovered:
-        """Takes the state that another process has left in the shadow's file.
-
-        Every fingerprint was compared. ``newest`` is the newest step in storage, if there is one;
-        ``replay`` brings a state of the file to its step.
-
-        Raises:
-            ShadowFileError: there is none that can be taken; the message says why.
-            RecorderError: the recorder cannot be tied to the state.
-        """
-        try:
-            args = self._shadow, self._planner, abstract_state, newest, replay
-            found = recovered.state_from(*args)
-        except BaseException:
-            self._shadow.close()
-            raise
-        self._follow_recovered(found, newest, has_shadow=True)
-        return found
-
-    def recover_together(
-        self,
-        abstract_state: PyTree,
-        newest: Newest | None,
-        files: Sequence[FoundFile],
-        peers: Together,
-        replay: RecordReplay,
-        consent: Consent | None,
-    ) -> Recovered:
-        """As :meth:`recover`, from the files that all processes found of one run; collective.
-
-        The next run has files of its own, beside which these stay until it has passed its gate.
-        """
-        args = self._planner, abstract_state, newest, files, peers, replay
-        found = together.state_of(*args)
-        if found.has_records:  # which this run finds out as the last one did, else
-            self._shadow.keep_records()
-        self._follow_recovered(found, newest, has_shadow=False, consent=consent)
-        return found
+        self.resumer = Resumer(
+            *(self._planner, self._stager, self._shadow),
+            options.delta if recorders or options.delta == "bits" else None,
+            *(self._lock, self._resumed),
+        )
 
     def note(self, name: str, seconds: float) -> None:
         """Notes a cost of the schedule that was measured."""
         with self._lock:
             self._watch.note(name, seconds)
 
-    def _follow_recovered(
-        self,
-        found: Recovered,
-        newest: Newest | None,
-        *,
-        has_shadow: bool,
-        consent: Consent | None = None,
-    ) -> None:
-        if newest is None or found.lineage is None:
-            self.forget()
-            return
-        args = found.lineage, newest.number, found.leaves, found.state, {}
-        self.follow(*args, has_shadow=has_shadow, consent=consent)
-
-    def forget(self) -> None:
-        """Makes the next save a base: what was restored is no step that another can build on."""
-        with self._lock:
-            self._planner.parents.forget()
-            self._note_position()
+    def _resumed(self, measured: Mapping[str, float]) -> None:
+        """Notes that the line goes on from another step, and costs that were measured."""
+        for name, seconds in measured.items():
+            self._watch.note(name, seconds)
+        self._note_position()
 
     @property
     def has_steps(self) -> bool:

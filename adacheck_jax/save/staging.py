@@ -17,20 +17,20 @@ from adacheck_jax.device import jax_settings, transfer
 from adacheck_jax.device.jax_settings import Arithmetic
 from adacheck_jax.device.transfer import Joined, Merged
 from adacheck_jax.format.boxes import Blocks
+from adacheck_jax.memory.sending.consent import Consent
+from adacheck_jax.memory.sending.wire import Wire
+from adacheck_jax.memory.shadow import ShadowThread
+from adacheck_jax.memory.shadow_state import ShadowStep
 from adacheck_jax.plan.decision import replays
 from adacheck_jax.plan.options import Options
 from adacheck_jax.plan.save_plan import SavePlan
 from adacheck_jax.proof.checker import Witness
-from adacheck_jax.proof.shadow import ShadowThread
-from adacheck_jax.proof.shadow_state import ShadowStep
 from adacheck_jax.save import copies as host_copies
 from adacheck_jax.save.copies import HostCopies
 from adacheck_jax.save.line.parents import Tip
 from adacheck_jax.save.line.planner import Course, Planner
 from adacheck_jax.save.one_save import Save
 from adacheck_jax.save.pending import Pending
-from adacheck_jax.save.sending.consent import Consent
-from adacheck_jax.save.sending.wire import Wire
 from adacheck_jax.state.exported_update import ExportedUpdate
 from adacheck_jax.state.snapshot import Snapshot, Structure
 from adacheck_jax.store.base_writer import BaseWriter, EarlierBase, seldom_changed

@@ -1,7 +1,7 @@
 """Failures that a layout survives without storage, told before there is a machine.
 
 The owners of boxes and of their copies, and the memory that these take, are computed by the very
-functions by which a run chooses them (:mod:`~adacheck_jax.proof.holdings`).
+functions by which a run chooses them (:mod:`~adacheck_jax.memory.holdings`).
 """
 
 from __future__ import annotations
@@ -12,11 +12,11 @@ from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from adacheck_jax.proof import holdings
-from adacheck_jax.proof.files.journal import Journal
-from adacheck_jax.proof.files.step_file import FilePlace
-from adacheck_jax.proof.holdings import HeldBox
-from adacheck_jax.proof.shadow_state import fold_of, size_of
+from adacheck_jax.memory import holdings
+from adacheck_jax.memory.files.journal import Journal
+from adacheck_jax.memory.files.step_file import FilePlace
+from adacheck_jax.memory.holdings import HeldBox
+from adacheck_jax.memory.shadow_state import fold_of, size_of
 from adacheck_jax.state.exported_update import ExportedUpdate, ExportedUpdates
 from adacheck_jax.state.planned import structure_of
 from adacheck_jax.state.snapshot import Structure

@@ -42,13 +42,13 @@ from jax.experimental import multihost_utils
 from jax.sharding import NamedSharding, PartitionSpec
 
 import adacheck_jax as adacheck
-from adacheck_jax.adapter.memory.replaying import _Reader
+from adacheck_jax.adapter.in_memory.replaying import _Reader
 from adacheck_jax.device import transfer
 from adacheck_jax.device.sending import Sender
-from adacheck_jax.proof import shadow as proof_shadow
-from adacheck_jax.proof.files.journal import Journal
-from adacheck_jax.proof.files.record_log import RecordLog
-from adacheck_jax.proof.files.step_file import StepFile
+from adacheck_jax.memory import shadow as host_shadow
+from adacheck_jax.memory.files.journal import Journal
+from adacheck_jax.memory.files.record_log import RecordLog
+from adacheck_jax.memory.files.step_file import StepFile
 from adacheck_jax.store import sharing
 from adacheck_jax.update.elements.host_fold import HostFold
 from tests import support
@@ -224,7 +224,7 @@ def differ() -> None:
         vector.part(0, 1).view("u4")[0] ^= 1
 
     if "differs" in given:
-        proof_shadow.is_host = lambda: False
+        host_shadow.is_host = lambda: False
         if given["differs"] == given["host"]:
             HostFold.advance = differs
 

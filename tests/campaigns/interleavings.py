@@ -35,13 +35,14 @@ import orbax.checkpoint as ocp
 
 from adacheck_jax.adapter.away.keeping import AdaCheckManager
 from adacheck_jax.adapter.training_run import TrainingRun
-from adacheck_jax.proof.shadow_state import ShadowState
+from adacheck_jax.memory.shadow_state import ShadowState
 from adacheck_jax.save import commit, share
 from adacheck_jax.save.background_bases import BackgroundBases
 from adacheck_jax.save.copies import HostCopies
 from adacheck_jax.save.line.kept import Keeper
 from adacheck_jax.save.line.planner import Planner
 from adacheck_jax.save.pending import MOVES, Pending, Phase
+from adacheck_jax.save.resuming import Resumer
 from adacheck_jax.save.saver import Saver
 from adacheck_jax.save.staging import Stager
 from tests.campaigns import command, places
@@ -49,7 +50,8 @@ from tests.campaigns import command, places
 POINTS: tuple[tuple[Any, str], ...] = (
     *((Planner, name) for name in ("plan_save", "plan_deferred", "learn", "settle_deferred")),
     *((Stager, name) for name in ("stage", "prepare_next", "export")),
-    *((Saver, name) for name in ("begin", "defer", "follow", "returns", "forget")),
+    *((Saver, name) for name in ("begin", "defer", "returns")),
+    *((Resumer, name) for name in ("follow", "forget")),
     *((HostCopies, "wait"), (TrainingRun, "commit"), (AdaCheckManager, "save")),
     *((Pending, name) for name in ("begin", "packed", "release", "_reached")),
     *(

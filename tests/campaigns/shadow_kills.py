@@ -37,10 +37,10 @@ import orbax.checkpoint as ocp
 from etils import epath
 
 import adacheck_jax as adacheck
-from adacheck_jax.proof.files import record_log
-from adacheck_jax.proof.files.journal import Journal
-from adacheck_jax.proof.files.record_log import RecordLog
-from adacheck_jax.proof.files.step_file import StepFile
+from adacheck_jax.memory.files import record_log
+from adacheck_jax.memory.files.journal import Journal
+from adacheck_jax.memory.files.record_log import RecordLog
+from adacheck_jax.memory.files.step_file import StepFile
 from adacheck_jax.update.elements import host_fold
 from tests.campaigns import command
 from tests.campaigns.crashes import Child, digest, fork

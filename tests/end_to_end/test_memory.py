@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from adacheck_jax.proof.files.step_file import kind_at
+from adacheck_jax.memory.files.step_file import kind_at
 from benchmarks.common import free_port
 from tests.processes import forked, outputs
 

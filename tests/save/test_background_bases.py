@@ -11,7 +11,7 @@ import pytest
 import adacheck_jax as adacheck
 from adacheck_jax.format import manifest_json
 from adacheck_jax.format.manifest import BaseManifest
-from adacheck_jax.proof.shadow import ShadowThread
+from adacheck_jax.memory.shadow import ShadowThread
 from adacheck_jax.schedule import line
 from adacheck_jax.schedule.waste import Schedule
 from adacheck_jax.store.compaction import in_place, new_base

@@ -15,7 +15,7 @@ from jax.sharding import PartitionSpec as P
 
 import adacheck_jax as adacheck
 from adacheck_jax.device import trees
-from adacheck_jax.proof import agreement, holdings
+from adacheck_jax.memory import agreement, holdings
 from adacheck_jax.state.exported_update import ExportedUpdates
 from adacheck_jax.state.planned import (
     PlannedArray,

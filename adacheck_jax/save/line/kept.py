@@ -17,10 +17,10 @@ import jax
 
 from adacheck_jax.errors import AdaCheckError
 from adacheck_jax.format import manifest_json
+from adacheck_jax.memory.free_memory import free_bytes
 from adacheck_jax.plan import situation
 from adacheck_jax.plan.save_plan import SavePlan
 from adacheck_jax.plan.situation import BackgroundFacts
-from adacheck_jax.proof.free_memory import free_bytes
 from adacheck_jax.save.attempt import SHARES, Attempt, Report
 from adacheck_jax.save.line.deferred import DeferredSteps
 from adacheck_jax.save.line.notices import tell_given_up

@@ -13,10 +13,10 @@ import jax
 from adacheck_jax.errors import AdaCheckError
 from adacheck_jax.format.boxes import Blocks
 from adacheck_jax.format.manifest import DeltaManifest, Leaf
+from adacheck_jax.memory.shadow_state import Position
 from adacheck_jax.plan.decision import advanced
 from adacheck_jax.plan.situation import Counts, Facts, SavedFacts
 from adacheck_jax.proof.checker import Witness
-from adacheck_jax.proof.shadow_state import Position
 from adacheck_jax.save.one_save import Save
 from adacheck_jax.save.pending import Pending
 from adacheck_jax.store import links

@@ -21,6 +21,7 @@ from adacheck_jax.device import fingerprint, transfer
 from adacheck_jax.device.trees import PyTree
 from adacheck_jax.errors import AdaCheckError, LineageError, ReplayError
 from adacheck_jax.format.boxes import Blocks
+from adacheck_jax.memory.shadow import ShadowThread
 from adacheck_jax.plan import save_plan, situation
 from adacheck_jax.plan.decision import Decision, replays, unplanned
 from adacheck_jax.plan.options import Options
@@ -30,7 +31,6 @@ from adacheck_jax.proof import second_copy
 from adacheck_jax.proof.checker import Check, Checker, Comparison, Findings, Witness, is_sparse
 from adacheck_jax.proof.identity import Identity
 from adacheck_jax.proof.sample import Sampling
-from adacheck_jax.proof.shadow import ShadowThread
 from adacheck_jax.save.background_bases import BackgroundBases
 from adacheck_jax.save.line import parents
 from adacheck_jax.save.line.deferred import DeferredSteps

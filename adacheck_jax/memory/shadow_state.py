@@ -19,12 +19,12 @@ from adacheck_jax.device.background import in_background
 from adacheck_jax.format.boxes import Blocks, Box
 from adacheck_jax.format.byte_loops import Fingerprints, fingerprint_of
 from adacheck_jax.format.fingerprint import combine
-from adacheck_jax.proof import holdings
-from adacheck_jax.proof.files.journal import Journal
-from adacheck_jax.proof.files.shadow_file import ShadowFileError
-from adacheck_jax.proof.files.step_file import Found, StepChange, StepFile, remove_others
-from adacheck_jax.proof.holdings import Held
-from adacheck_jax.proof.peers import Peers, judged, report
+from adacheck_jax.memory import holdings
+from adacheck_jax.memory.files.journal import Journal
+from adacheck_jax.memory.files.shadow_file import ShadowFileError
+from adacheck_jax.memory.files.step_file import Found, StepChange, StepFile, remove_others
+from adacheck_jax.memory.holdings import Held
+from adacheck_jax.memory.peers import Peers, judged, report
 from adacheck_jax.state.exported_update import ExportedUpdate
 from adacheck_jax.state.snapshot import Structure
 from adacheck_jax.update.elements.host_fold import HostFold, UnfitError

@@ -19,8 +19,8 @@ from typing import Any
 import numpy as np
 
 from adacheck_jax.format.boxes import Blocks, Box
-from adacheck_jax.proof.files.shadow_file import ShadowFile, ShadowFileError, framed, unframed
-from adacheck_jax.proof.files.step_file import (
+from adacheck_jax.memory.files.shadow_file import ShadowFile, ShadowFileError, framed, unframed
+from adacheck_jax.memory.files.step_file import (
     LEAF_HEADER_BYTES,
     FilePlace,
     Found,
@@ -31,7 +31,7 @@ from adacheck_jax.proof.files.step_file import (
     aligned,
     sums_of,
 )
-from adacheck_jax.proof.holdings import Held, OfBoxes
+from adacheck_jax.memory.holdings import Held, OfBoxes
 from adacheck_jax.state.exported_update import ExportedUpdate
 from adacheck_jax.state.snapshot import Structure
 from adacheck_jax.update.elements.host_fold import UnfitError, fill

@@ -16,9 +16,9 @@ from adacheck_jax.device.sharding import Layout
 from adacheck_jax.format.boxes import Box, grid
 from adacheck_jax.format.fingerprint import combine
 from adacheck_jax.format.manifest import Leaf
-from adacheck_jax.proof import agreement, holdings, peers
-from adacheck_jax.proof.agreement import Choice, Offer, OfferedStep
-from adacheck_jax.proof.holdings import Held, digests_of
+from adacheck_jax.memory import agreement, holdings, peers
+from adacheck_jax.memory.agreement import Choice, Offer, OfferedStep
+from adacheck_jax.memory.holdings import Held, digests_of
 
 SHAPES = ((8, 6), (5,), (), (4, 4))
 SIZES = [math.prod(shape) for shape in SHAPES]

@@ -15,8 +15,8 @@ import numpy as np
 
 from adacheck_jax.format.boxes import Blocks, Box
 from adacheck_jax.format.byte_loops import fingerprint_of
-from adacheck_jax.proof.agreement import Offer, OfferedStep
-from adacheck_jax.proof.files.shadow_file import (
+from adacheck_jax.memory.agreement import Offer, OfferedStep
+from adacheck_jax.memory.files.shadow_file import (
     SUFFIX,
     CutOffError,
     ShadowFile,
@@ -24,8 +24,8 @@ from adacheck_jax.proof.files.shadow_file import (
     peek,
     remove_unused,
 )
-from adacheck_jax.proof.holdings import Held, OfBoxes
-from adacheck_jax.proof.peers import Peers
+from adacheck_jax.memory.holdings import Held, OfBoxes
+from adacheck_jax.memory.peers import Peers
 from adacheck_jax.state.exported_update import ExportedUpdate
 from adacheck_jax.state.snapshot import Structure
 from adacheck_jax.update import program as update_program

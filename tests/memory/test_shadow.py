@@ -11,7 +11,7 @@ import pytest
 import adacheck_jax as adacheck
 from adacheck_jax.errors import ReplayError
 from adacheck_jax.format.manifest import BaseManifest
-from adacheck_jax.proof import shadow
+from adacheck_jax.memory import free_memory, shadow
 from adacheck_jax.store.steps import roots
 from adacheck_jax.update.elements.host_fold import HostFold
 from tests import support
@@ -144,7 +144,7 @@ def test_on_other_platforms_a_difference_may_be_the_arithmetic_of_the_host(platf
 
 
 def test_free_memory_is_a_number_of_bytes():
-    assert 2**20 < shadow.free_bytes() < 2**50
+    assert 2**20 < free_memory.free_bytes() < 2**50
 
 
 def test_after_recorded_steps_that_are_wrong_deltas_are_proved_in_full_again(tmp_path):

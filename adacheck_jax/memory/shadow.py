@@ -16,7 +16,6 @@ Other systems keep such a replica for recovery alone (LowDiff+, AdaCheck); none 
 from __future__ import annotations
 
 import contextlib
-import dataclasses
 import logging
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -24,31 +23,24 @@ from concurrent.futures import Future, ThreadPoolExecutor
 import jax
 
 from adacheck_jax.format.boxes import Blocks, Box
-from adacheck_jax.proof import holdings
-from adacheck_jax.proof.files.journal import Journal
-from adacheck_jax.proof.files.record_log import RecordLog
-from adacheck_jax.proof.files.shadow_file import ShadowFileError, peek
-from adacheck_jax.proof.files.step_file import (
+from adacheck_jax.memory import holdings
+from adacheck_jax.memory.files.record_log import RecordLog
+from adacheck_jax.memory.files.step_file import (
     FilePlace,
     Found,
     FoundFile,
     StepChange,
-    expect_alike,
     kind_at,
-    remove_others,
-    state_told,
 )
-from adacheck_jax.proof.free_memory import free_bytes
-from adacheck_jax.proof.holdings import Held, HeldBox
-from adacheck_jax.proof.peers import Peers
-from adacheck_jax.proof.record_state import RecordState
-from adacheck_jax.proof.shadow_state import (
+from adacheck_jax.memory.holdings import Held, HeldBox
+from adacheck_jax.memory.making import HostMemory, opened
+from adacheck_jax.memory.peers import Peers
+from adacheck_jax.memory.record_state import RecordState
+from adacheck_jax.memory.shadow_state import (
     Followed,
     Position,
     ShadowState,
     ShadowStep,
-    fold_of,
-    size_of,
 )
 from adacheck_jax.state.exported_update import ExportedUpdate
 from adacheck_jax.state.snapshot import Structure
@@ -86,7 +78,7 @@ class ShadowThread:
         *,
         keeps_records: bool = False,
     ) -> None:
-        self._most_bytes, self._place, self._peers = most_bytes, place, peers
+        self._host, self._place, self._peers = HostMemory(most_bytes, place, peers), place, peers
         self._keeps_records, self.due, self._loaded = keeps_records, "", None
         self._copied: tuple[Structure, Held | None, Mapping[int, Sequence[Box]]] | None = None
         self._sent: tuple[Structure, ExportedUpdate, Sequence[HeldBox]] | None = None
@@ -286,7 +278,7 @@ class ShadowThread:
             self.keep_records()
             copy = RecordState(structure, update, held, file, is_there=True)
         else:
-            most_bytes = self._most(self._place)
+            most_bytes = self._host.may_take()
             args = structure, update, file.fold, held, file, most_bytes
             copy = ShadowState(*args, is_there=True)
         try:
@@ -313,137 +305,13 @@ class ShadowThread:
             self._thread.submit(copy.close).result()
 
     def _made(self, structure: Structure, update: ExportedUpdate) -> Followed | None:
-        if self._most_bytes == 0 or self._refused == (structure, update):
+        if self._host.most_bytes == 0 or self._refused == (structure, update):
             return None
         self.close()
         self._refused = (structure, update)
-        place, peers = self._place, self._peers
-        # Who wants to recover from it has to know that there is none.
-        level, recovers = logging.INFO, ""
-        if place is not None:
-            level, recovers = logging.WARNING, ", and nothing can be recovered from memory"
-        if self._keeps_records and place is not None:
-            return self._made_log(place, structure, update)
-        size_bytes = wanted_bytes = most_bytes = 0
-        without = None if peers is None else dataclasses.replace(peers, copies=0)
-        for each in (peers, without) if peers is not None and peers.copies else (peers,):
-            found = fold_of(structure, update, peers=each, is_kept=place is not None)
-            if isinstance(found, str):
-                if found and place is not None:
-                    return self._made_log(place, structure, update)
-                if found:
-                    _log.info("No host copy of the state follows: %s.", found)
-                return None
-            fold, held = found
-            journal = None if place is None else Journal(place, structure, update, fold, held)
-            size_bytes, most_bytes = size_of(fold, journal), self._most(place)
-            if size_bytes > most_bytes and place is not None and remove_others(place):
-                most_bytes = self._most(place)  # what was recovered from took it
-            if size_bytes <= most_bytes:
-                self._tell_copies(structure, update, held, wanted_bytes, most_bytes)
-                self._refused = None
-                return ShadowState(
-                    structure, update, fold, held, journal, most_bytes, peers=self._peers
-                )
-            wanted_bytes = max(size_bytes, wanted_bytes)
-        _log.log(
-            level,
-            "Deltas are checked by sample%s: a copy of the state in host memory takes %d MiB, "
-            "and may take %d: Shadow(bytes=...).",
-            *(recovers, -(-size_bytes >> 20), most_bytes >> 20),
-        )
-        return None
-
-    def _made_log(
-        self, place: FilePlace, structure: Structure, update: ExportedUpdate
-    ) -> RecordState | None:
-        """A state and the records since it, where the host cannot compute what follows."""
-        peers, held = self._peers, holdings.whole(structure)
-        if not update.program:
-            return None
-        try:
-            if peers is not None:
-                args = structure, update.pieces, peers.domains, peers.copies
-                held = holdings.held_of(*args, is_whole=True)
-        except UnfitError as error:
-            _log.warning("Nothing can be recovered from memory: %s.", error)
-            return None
-        log = RecordLog(place, structure, update, held, self._most(place))
-        if log.file.size_bytes < log.least_bytes and remove_others(place):
-            log = RecordLog(place, structure, update, held, self._most(place))
-        if log.file.size_bytes < log.least_bytes:
-            _log.warning(
-                "Nothing can be recovered from memory: a state and the records of some steps take "
-                "%d MiB of host memory, and may take %d: Shadow(bytes=...).",
-                *(-(-log.least_bytes >> 20), log.file.size_bytes >> 20),
-            )
-            return None
-        self._tell_copies(structure, update, held, 0, 0)
-        self._refused = None
-        return RecordState(structure, update, held, log, peers=peers)
-
-    def _tell_copies(
-        self,
-        structure: Structure,
-        update: ExportedUpdate,
-        held: Held,
-        wanted_bytes: int,
-        most_bytes: int,
-    ) -> None:
-        """Tells what would not survive the loss of a failure domain."""
-        peers = self._peers
-        if peers is None or not peers.copies:
-            return
-        if wanted_bytes and not held.copies:
-            _log.warning(
-                "No copies of other processes' state are kept in memory: with them it takes %d "
-                "MiB, and may take %d: Shadow(bytes=...).",
-                *(-(-wanted_bytes >> 20), most_bytes >> 20),
-            )
-        args = structure, update.pieces, peers.domains, peers.copies
-        parts = holdings.parts_of(*args, is_whole=True)
-        alone_bytes = holdings.unprotected_bytes(structure, parts, peers.copies)
-        if alone_bytes and jax.process_index() == 0:
-            _log.warning(
-                "Too few failure domains hold %.1f MiB of %.1f of the state for %d copies in the "
-                "memory of others, and it cannot be sent: if one is lost, storage serves.",
-                alone_bytes / 2**20,
-                sum(each.nbytes for each in structure.leaves) / 2**20,
-                peers.copies,
-            )
-
-    def _most(self, place: FilePlace | None) -> int:
-        """Host memory that may be taken; what the file has already is free to it."""
-        if self._most_bytes is not None:
-            return self._most_bytes
-        return (free_bytes() + (0 if place is None else place.found_bytes[1])) // 2
-
-
-def opened(
-    found: FoundFile, structure: Structure, update: ExportedUpdate
-) -> tuple[Journal | RecordLog, Held]:
-    """Takes a file that another process has left, and the boxes in it.
-
-    Raises:
-        ShadowFileError: there is none that can be taken; the message says why.
-    """
-    held = found.held or holdings.whole(structure)
-    if found.kind not in ("", Journal.kind, RecordLog.kind):
-        raise ShadowFileError(
-            f"{found.place.path}: expected a file of a kind that is known, found {found.kind!r}"
-        )
-    if found.kind == RecordLog.kind:
-        file = RecordLog(found.place, structure, update, held, found.place.found_bytes[0])
-    else:
-        # Of another update it would not be known why there is no fold.
-        own = state_told(structure, update)
-        expect_alike(found.place.path, peek(found.place.path) or own, own)
-        fold = fold_of(structure, update, held, is_kept=True)
-        if isinstance(fold, str):
-            raise ShadowFileError(fold or "the update cannot be computed from the shadow")
-        file = Journal(found.place, structure, update, *fold)
-    file.open()
-    return file, held
+        if made := self._host.made(structure, update, keeps_records=self._keeps_records):
+            self._refused = None
+        return made
 
 
 def is_host() -> bool:

@@ -22,11 +22,11 @@ import pytest
 import adacheck_jax as adacheck
 from adacheck_jax.adapter.arguments import RestoreInfo
 from adacheck_jax.device import transfer
-from adacheck_jax.proof.files import shadow_file, step_file
-from adacheck_jax.proof.files.journal import Journal
-from adacheck_jax.proof.files.shadow_file import ShadowFile
-from adacheck_jax.proof.files.step_file import FilePlace
-from adacheck_jax.proof.holdings import Held
+from adacheck_jax.memory.files import shadow_file, step_file
+from adacheck_jax.memory.files.journal import Journal
+from adacheck_jax.memory.files.shadow_file import ShadowFile
+from adacheck_jax.memory.files.step_file import FilePlace
+from adacheck_jax.memory.holdings import Held
 from adacheck_jax.update import program
 from adacheck_jax.update.elements import host_fold
 from tests import support

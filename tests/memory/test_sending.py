@@ -12,10 +12,10 @@ from hypothesis import strategies as st
 
 from adacheck_jax.adapter.processes import Patience, Processes
 from adacheck_jax.format.boxes import Box
-from adacheck_jax.save.sending import plans
-from adacheck_jax.save.sending.consent import Consent
-from adacheck_jax.save.sending.plans import SendPlan, SentBox
-from adacheck_jax.save.sending.wire import Received
+from adacheck_jax.memory.sending import plans
+from adacheck_jax.memory.sending.consent import Consent
+from adacheck_jax.memory.sending.plans import SendPlan, SentBox
+from adacheck_jax.memory.sending.wire import Received
 from tests.adapter.memory_service import MemoryService
 
 CHOICES = st.sampled_from(["the same", "another", "", None])

@@ -21,18 +21,17 @@ import numpy as np
 from adacheck_jax.device import transfer
 from adacheck_jax.device.trees import PyTree
 from adacheck_jax.format.boxes import Blocks, Box
-from adacheck_jax.proof import agreement, holdings, shadow
-from adacheck_jax.proof.agreement import Choice, Offer, OfferedStep
-from adacheck_jax.proof.files.record_log import RecordLog
-from adacheck_jax.proof.files.shadow_file import CutOffError, ShadowFileError
-from adacheck_jax.proof.files.step_file import Found, FoundFile, Recorded, StepFile
-from adacheck_jax.proof.holdings import Boxes, Held, OfBoxes
-from adacheck_jax.save.attempt import Report
-from adacheck_jax.save.line.planner import Planner
-from adacheck_jax.save.recovered import (
-    Newest,
+from adacheck_jax.memory import agreement, holdings, making
+from adacheck_jax.memory.agreement import Choice, Offer, OfferedStep
+from adacheck_jax.memory.files.record_log import RecordLog
+from adacheck_jax.memory.files.shadow_file import CutOffError, ShadowFileError
+from adacheck_jax.memory.files.step_file import Found, FoundFile, Recorded, StepFile
+from adacheck_jax.memory.holdings import Boxes, Held, OfBoxes
+from adacheck_jax.memory.peers import Report
+from adacheck_jax.memory.recovered import (
     RecordReplay,
     Recovered,
+    StoredStep,
     compared,
     count_of,
     example_of,
@@ -40,7 +39,8 @@ from adacheck_jax.save.recovered import (
     leaf_like,
     replayed,
 )
-from adacheck_jax.state.snapshot import Structure
+from adacheck_jax.state.exported_update import ExportedUpdates
+from adacheck_jax.state.snapshot import Snapshots, Structure
 
 _log = logging.getLogger(__name__)
 
@@ -100,9 +100,10 @@ class _File:
 
 
 def state_of(
-    planner: Planner,
+    snapshots: Snapshots,
+    updates: ExportedUpdates,
     abstract_state: PyTree,
-    newest: Newest | None,
+    stored: StoredStep | None,
     found: Sequence[FoundFile],
     peers: Together,
     replay: RecordReplay,
@@ -114,16 +115,16 @@ def state_of(
         RecorderError: the recorder cannot be tied to the state.
         AdaCheckError: another process failed.
     """
-    structures = [planner.snapshots.take(each).structure for each in examples_of(abstract_state)]
+    structures = [snapshots.take(each).structure for each in examples_of(abstract_state)]
     files, refused = list[_File](), list[str]()
     try:
         for each in found:
-            file = _opened(planner, structures, each)
+            file = _opened(updates, structures, each)
             if isinstance(file, str):
                 refused.append(file)
             else:
                 files.append(file)
-        number, choice = _chosen(structures, newest, files, refused, peers)
+        number, choice = _chosen(structures, stored, files, refused, peers)
         structure = structures[number]
         parts = _brought(structure, files, choice, peers)
 
@@ -133,22 +134,24 @@ def state_of(
             read: Callable[..., Any],
             ready: Callable[[], None],
         ) -> Sequence[Any]:
-            update = planner.updates.of(structure)
+            update = updates.of(structure)
             return replayed(structure, update, replay, leaves, records, read, ready)
 
-        return _delivered(structure, abstract_state, newest, choice, parts, peers, advance)
+        return _delivered(structure, abstract_state, stored, choice, parts, peers, advance)
     finally:
         for each in files:
             each.journal.file.close()
 
 
-def _opened(planner: Planner, structures: Sequence[Structure], found: FoundFile) -> _File | str:
+def _opened(
+    updates: ExportedUpdates, structures: Sequence[Structure], found: FoundFile
+) -> _File | str:
     """A file of a state like one of some structures; or the reason why it cannot be taken."""
     why = ""
     for number, structure in enumerate(structures):
-        update = planner.updates.of(structure)
+        update = updates.of(structure)
         try:
-            file = shadow.opened(found, structure, update)
+            file = making.opened(found, structure, update)
         except CutOffError as error:
             _log.warning("%s: its part of the state is not taken: %s", found.place.path, error)
             return str(error)
@@ -165,7 +168,7 @@ def _opened(planner: Planner, structures: Sequence[Structure], found: FoundFile)
 
 def _chosen(
     structures: Sequence[Structure],
-    newest: Newest | None,
+    stored: StoredStep | None,
     files: Sequence[_File],
     refused: Sequence[str],
     peers: Together,
@@ -176,8 +179,8 @@ def _chosen(
 
     def judge(reports: Sequence[Report]) -> Report:
         offers = [(number, Offer.of_json(x)) for each in reports for number, x in each["offers"]]
-        stored = reports[0]["stored"]
-        chosen = agreement.choose([each for _, each in offers], sizes, stored)
+        newest = reports[0]["stored"]
+        chosen = agreement.choose([each for _, each in offers], sizes, newest)
         if isinstance(chosen, str):
             whys = [why for each in reports for why in each["refused"]]
             return {"why": "; ".join(dict.fromkeys([chosen, *whys[:3]]))}
@@ -187,7 +190,7 @@ def _chosen(
     own = {
         "offers": [[each.number, each.offer.to_json()] for each in files],
         "refused": [*refused],
-        "stored": None if newest is None else newest.step,
+        "stored": None if stored is None else stored.step,
     }
     answer = peers.agree(own, judge)
     if "why" in answer:
@@ -333,7 +336,7 @@ def _tell_changed(file: _File, every: Boxes, good: Boxes) -> None:
 def _delivered(
     structure: Structure,
     abstract_state: PyTree,
-    newest: Newest | None,
+    stored: StoredStep | None,
     choice: Choice,
     parts: _Parts,
     peers: Together,
@@ -370,7 +373,7 @@ def _delivered(
 
     try:
         read = peers.deliver(abstract, givers, parts.blocks, meet)
-        found = compared(structure, abstract_state, like, choice.step, choice.sums, newest, advance)
+        found = compared(structure, abstract_state, like, choice.step, choice.sums, stored, advance)
     except Exception as error:  # nothing that goes wrong with memory keeps a run from its storage
         if meet.ended is None:
             why = str(error) if isinstance(error, ShadowFileError) else ""

@@ -15,29 +15,25 @@ from adacheck_jax.device.trees import PyTree
 from adacheck_jax.errors import AdaCheckError
 from adacheck_jax.format.boxes import Box
 from adacheck_jax.format.manifest import Leaf, Update
-from adacheck_jax.proof.files.shadow_file import ShadowFileError
-from adacheck_jax.proof.files.step_file import Found, Recorded
-from adacheck_jax.proof.shadow import ShadowThread
-from adacheck_jax.save.line.planner import Planner
-from adacheck_jax.state.exported_update import ExportedUpdate
-from adacheck_jax.state.snapshot import Structure
-from adacheck_jax.store.steps.lineage import Lineage
+from adacheck_jax.memory.files.shadow_file import ShadowFileError
+from adacheck_jax.memory.files.step_file import Found, Recorded
+from adacheck_jax.memory.shadow import ShadowThread
+from adacheck_jax.state.exported_update import ExportedUpdate, ExportedUpdates
+from adacheck_jax.state.snapshot import Snapshots, Structure
 from adacheck_jax.update import program as update_program
 
 
 @dataclass(frozen=True, slots=True)
-class Newest:
-    """The newest step of a line in storage.
+class StoredStep:
+    """The newest step in storage.
 
     Attributes:
         step: its number.
-        number: the number in the name of its directory.
-        lineage: its lineage; None if it cannot be built on.
+        sums: fingerprint of each leaf; None if they are not known.
     """
 
     step: int
-    number: int
-    lineage: Lineage | None
+    sums: Sequence[int] | None
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,7 +41,6 @@ class Recovered:
     """A state that was taken from memory, all its fingerprints compared.
 
     Attributes:
-        lineage: lineage of the same step in storage; None if storage has an older one.
         step: number of the step.
         state: the state that the caller gets.
         leaves: its leaves as they are trained: with arrays in place of Python numbers.
@@ -53,7 +48,6 @@ class Recovered:
         replayed_count: number of updates that were replayed.
     """
 
-    lineage: Lineage | None
     step: int
     state: PyTree
     leaves: Sequence[Any]
@@ -93,9 +87,10 @@ class RecordReplay(Protocol):
 
 def state_from(
     shadow: ShadowThread,
-    planner: Planner,
+    snapshots: Snapshots,
+    updates: ExportedUpdates,
     abstract_state: PyTree,
-    newest: Newest | None,
+    stored: StoredStep | None,
     replay: RecordReplay,
 ) -> Recovered:
     """Takes the state in the shadow's file, which goes on from it, and compares all of it.
@@ -104,9 +99,9 @@ def state_from(
         ShadowFileError: there is none that can be taken; the message says why.
         RecorderError: the recorder cannot be tied to the state.
     """
-    structure, found = _found_like(shadow, planner, abstract_state)
-    if newest is not None and newest.step > found.step:
-        raise ShadowFileError(f"it is of step {found.step}, and storage has step {newest.step}")
+    structure, found = _found_like(shadow, snapshots, updates, abstract_state)
+    if stored is not None and stored.step > found.step:
+        raise ShadowFileError(f"it is of step {found.step}, and storage has step {stored.step}")
     # Views of memory that goes on: no array may have them.
     values = {i: np.array(x) for i, each in found.blocks.items() for x in each.values()}
 
@@ -119,11 +114,11 @@ def state_from(
 
     def advance(leaves: Sequence[Any]) -> Sequence[Any]:
         return replayed(
-            *(structure, planner.updates.of(structure), replay, leaves, found.records, read),
+            *(structure, updates.of(structure), replay, leaves, found.records, read),
             lambda: None,
         )
 
-    made = compared(structure, abstract_state, like, found.step, found.sums, newest, advance)
+    made = compared(structure, abstract_state, like, found.step, found.sums, stored, advance)
     return replace(made, replayed_count=count_of(found.records))
 
 
@@ -161,7 +156,7 @@ def compared(
     like: Callable[[int, Any], Any],
     step: int,
     sums: Sequence[int],
-    newest: Newest | None,
+    stored: StoredStep | None,
     advance: Callable[[Sequence[Any]], Sequence[Any]],
 ) -> Recovered:
     """A state of leaves that are made like those of an abstract one, and brought to a step.
@@ -185,21 +180,24 @@ def compared(
             f"step {step} does not have the bits that were trained, in "
             f"{structure.leaves[wrong[0]].path} and {len(wrong) - 1} more"
         )
-    lineage = newest.lineage if newest and newest.step == step else None
-    if lineage is not None and [*lineage.manifest.fingerprints] != [*sums]:
+    known_sums = stored.sums if stored is not None and stored.step == step else None
+    if known_sums is not None and [*known_sums] != [*sums]:
         raise ShadowFileError(f"storage has another state as step {step}")
-    return Recovered(lineage, step, state, leaves)
+    return Recovered(step, state, leaves)
 
 
 def _found_like(
-    shadow: ShadowThread, planner: Planner, abstract_state: PyTree
+    shadow: ShadowThread,
+    snapshots: Snapshots,
+    updates: ExportedUpdates,
+    abstract_state: PyTree,
 ) -> tuple[Structure, Found]:
     """State in the shadow's file that is like an abstract one, and its structure."""
     refused = ShadowFileError()
     for example in examples_of(abstract_state):
-        structure = planner.snapshots.take(example).structure
+        structure = snapshots.take(example).structure
         try:
-            return structure, shadow.recover(structure, planner.updates.of(structure))
+            return structure, shadow.recover(structure, updates.of(structure))
         except ShadowFileError as error:
             refused = error
     raise refused

@@ -15,9 +15,9 @@ from adacheck_jax.adapter.coordination.calls import Calls
 from adacheck_jax.device.sharding import holders_of
 from adacheck_jax.device.trees import PyTree
 from adacheck_jax.format.boxes import Blocks, Box, batches, cuts_of
-from adacheck_jax.proof.files import step_file
-from adacheck_jax.proof.files.shadow_file import ShadowFileError
-from adacheck_jax.proof.files.step_file import FoundFile
+from adacheck_jax.memory.files import step_file
+from adacheck_jax.memory.files.shadow_file import ShadowFileError
+from adacheck_jax.memory.files.step_file import FoundFile
 from adacheck_jax.restore import shared_reads
 from adacheck_jax.restore.shared_reads import (
     SharedPart,
@@ -40,7 +40,7 @@ class NoFilesError(ShadowFileError):
 
 
 class RecoveringProcesses:
-    """Implements :class:`~adacheck_jax.save.together.Together`, for one recovery.
+    """Implements :class:`~adacheck_jax.memory.together.Together`, for one recovery.
 
     Args:
         root: root of the steps.

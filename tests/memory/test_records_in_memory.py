@@ -18,19 +18,18 @@ from hypothesis import strategies as st
 
 import adacheck_jax as adacheck
 from adacheck_jax.format.boxes import Box
-from adacheck_jax.proof import holdings, shadow
-from adacheck_jax.proof.files import step_file
-from adacheck_jax.proof.files.record_log import LEAST_RECORDS, RecordLog
-from adacheck_jax.proof.files.shadow_file import ShadowFileError
-from adacheck_jax.proof.files.step_file import FilePlace, kind_at
+from adacheck_jax.memory import holdings, making, shadow
+from adacheck_jax.memory.files import step_file
+from adacheck_jax.memory.files.record_log import LEAST_RECORDS, RecordLog
+from adacheck_jax.memory.files.shadow_file import ShadowFileError
+from adacheck_jax.memory.files.step_file import FilePlace, kind_at
 from adacheck_jax.save import validation
 from adacheck_jax.state.exported_update import ExportedUpdates
 from adacheck_jax.state.snapshot import Snapshots
 from adacheck_jax.update.binding import recorders_of
 from adacheck_jax.update.elements.host_fold import HostFold
 from tests import support
-from tests.save.test_checks import assert_all_restorable, deltas_of, kinds
-from tests.save.test_recovery import (
+from tests.memory.test_recovery import (
     assert_same,
     file_of,
     handler_of,
@@ -38,6 +37,7 @@ from tests.save.test_recovery import (
     told,
     wait_for_shadow,
 )
+from tests.save.test_checks import assert_all_restorable, deltas_of, kinds
 from tests.support import host_copy, manager_of, mesh_of, save_steps
 
 MESHES = pytest.mark.parametrize("shape", [(1, 1), (4, 2)], ids=["one device", "eight devices"])
@@ -318,9 +318,9 @@ def test_a_file_of_another_kind_is_refused(root, memory):
     structure = in_use(run, memory)._structure
     update = ExportedUpdates("auto").of(structure)
     with pytest.raises(ShadowFileError, match="what lies in it is of another kind"):
-        shadow.opened(dataclasses.replace(found, kind="state"), structure, update)
+        making.opened(dataclasses.replace(found, kind="state"), structure, update)
     with pytest.raises(ShadowFileError, match="expected a file of a kind that is known"):
-        shadow.opened(dataclasses.replace(found, kind="other"), structure, update)
+        making.opened(dataclasses.replace(found, kind="other"), structure, update)
 
 
 @dataclasses.dataclass(frozen=True)

@@ -17,7 +17,7 @@ from adacheck_jax.device import sending, sharding, transfer
 from adacheck_jax.device.lead import nearest
 from adacheck_jax.device.sending import Sender
 from adacheck_jax.format.boxes import Box
-from adacheck_jax.proof.holdings import HeldBox
+from adacheck_jax.memory.holdings import HeldBox
 from adacheck_jax.state.snapshot import Snapshot, Structure
 
 

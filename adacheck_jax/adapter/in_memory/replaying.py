@@ -13,7 +13,7 @@ import numpy as np
 from adacheck_jax.device import transfer
 from adacheck_jax.format.boxes import Box
 from adacheck_jax.format.manifest import Leaf, Update
-from adacheck_jax.proof.files.step_file import Recorded
+from adacheck_jax.memory.files.step_file import Recorded
 from adacheck_jax.restore import compiled_update, working_set
 from adacheck_jax.restore.compiled_update import Shardings, abstract_leaf
 from adacheck_jax.restore.deltas.patches import Patches
@@ -74,7 +74,7 @@ def replay(
     read: _Read,
     ready: Callable[[], None],
 ) -> Sequence[Any]:
-    """Implements :class:`~adacheck_jax.save.recovered.RecordReplay`."""
+    """Implements :class:`~adacheck_jax.memory.recovered.RecordReplay`."""
     readers = [_Reader(number, record, read) for number, record in enumerate(records)]
     shardings = working_set.replay_shardings(leaves, update)
     working = WorkingSet(leaves, shardings)

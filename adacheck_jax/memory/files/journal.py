@@ -26,8 +26,8 @@ from typing import Any
 import numpy as np
 
 from adacheck_jax.format.boxes import Blocks, Box
-from adacheck_jax.proof.files.shadow_file import ShadowFile, ShadowFileError
-from adacheck_jax.proof.files.step_file import (
+from adacheck_jax.memory.files.shadow_file import ShadowFile, ShadowFileError
+from adacheck_jax.memory.files.step_file import (
     ALIGNMENT_BYTES,
     LEAF_HEADER_BYTES,
     FilePlace,
@@ -35,7 +35,7 @@ from adacheck_jax.proof.files.step_file import (
     StepFile,
     sums_of,
 )
-from adacheck_jax.proof.holdings import Held
+from adacheck_jax.memory.holdings import Held
 from adacheck_jax.state.exported_update import ExportedUpdate
 from adacheck_jax.state.snapshot import Structure
 from adacheck_jax.update.elements.host_fold import HostFold, fill

@@ -9,9 +9,9 @@ import jax
 
 from adacheck_jax.adapter import processes
 from adacheck_jax.adapter.processes import ServiceExchange
+from adacheck_jax.memory.files import step_file
+from adacheck_jax.memory.peers import Peers
 from adacheck_jax.plan.options import Shadow
-from adacheck_jax.proof.files import step_file
-from adacheck_jax.proof.peers import Peers
 from adacheck_jax.save.attempt import Report
 from adacheck_jax.store import claims
 
@@ -21,7 +21,7 @@ _CLOSING_S = 5.0
 
 
 class ServiceGate:
-    """Implements :class:`~adacheck_jax.proof.peers.Gate`, for one line of steps.
+    """Implements :class:`~adacheck_jax.memory.peers.Gate`, for one line of steps.
 
     All processes begin the same lines in the same order, so each number of a step means one line;
     within it each step is stored once.

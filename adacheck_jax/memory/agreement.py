@@ -18,7 +18,7 @@ from typing import Any
 
 from adacheck_jax.format.boxes import Box
 from adacheck_jax.format.fingerprint import combine
-from adacheck_jax.proof.holdings import Boxes, Held, OfBoxes
+from adacheck_jax.memory.holdings import Boxes, Held, OfBoxes
 
 _MOST_WAYS = 1 << 12
 """Ways to add up the fingerprints of a leaf's boxes that are tried."""

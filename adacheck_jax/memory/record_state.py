@@ -7,12 +7,12 @@ from __future__ import annotations
 import logging
 from collections.abc import Sequence
 
-from adacheck_jax.proof.files.record_log import RecordLog
-from adacheck_jax.proof.files.shadow_file import ShadowFileError
-from adacheck_jax.proof.files.step_file import StepChange, StepFile
-from adacheck_jax.proof.holdings import Held
-from adacheck_jax.proof.peers import Peers
-from adacheck_jax.proof.shadow_state import NOT_SENT, Followed, ShadowStep
+from adacheck_jax.memory.files.record_log import RecordLog
+from adacheck_jax.memory.files.shadow_file import ShadowFileError
+from adacheck_jax.memory.files.step_file import StepChange, StepFile
+from adacheck_jax.memory.holdings import Held
+from adacheck_jax.memory.peers import Peers
+from adacheck_jax.memory.shadow_state import NOT_SENT, Followed, ShadowStep
 from adacheck_jax.state.exported_update import ExportedUpdate
 from adacheck_jax.state.snapshot import Structure
 from adacheck_jax.update.elements.host_fold import UnfitError

@@ -1,0 +1,189 @@
+"""Goes on from a step that was restored, or recovered from memory: the next save builds on it."""
+
+# Threads: all of it runs on the thread that restores or recovers. The ``lock`` is the saver's: what
+# others read is changed under it alone.
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+
+from adacheck_jax.device.loops import xla_call
+from adacheck_jax.device.trees import PyTree
+from adacheck_jax.format.boxes import Blocks
+from adacheck_jax.format.manifest import Leaf
+from adacheck_jax.memory import recovered, together
+from adacheck_jax.memory.files.step_file import FoundFile
+from adacheck_jax.memory.recovered import RecordReplay, Recovered, StoredStep
+from adacheck_jax.memory.sending.consent import Consent
+from adacheck_jax.memory.shadow import ShadowThread
+from adacheck_jax.memory.together import Together
+from adacheck_jax.save import copies as host_copies
+from adacheck_jax.save.line.parents import Parent, Tip
+from adacheck_jax.save.line.planner import Planner
+from adacheck_jax.save.staging import Stager
+from adacheck_jax.state.snapshot import Snapshot
+from adacheck_jax.store.steps.lineage import Lineage
+
+
+@dataclass(frozen=True, slots=True)
+class Newest:
+    """The newest step of a line in storage.
+
+    Attributes:
+        step: its number.
+        number: the number in the name of its directory.
+        lineage: its lineage; None if it cannot be built on.
+    """
+
+    step: int
+    number: int
+    lineage: Lineage | None
+
+
+class Resumer:
+    """Goes on from the restored and recovered steps of one training run.
+
+    Args:
+        planner: plans the run's saves.
+        stager: stages them.
+        shadow: copy of the state in host memory.
+        delta: kind of the deltas that the next saves may be; None where each is a base.
+        lock: held through each save and each record of a step.
+        moved: called under the lock when the next save has another parent.
+    """
+
+    def __init__(
+        self,
+        planner: Planner,
+        stager: Stager,
+        shadow: ShadowThread,
+        delta: str | None,
+        lock: threading.Lock,
+        moved: Callable[[Mapping[str, float]], None],
+    ) -> None:
+        self._planner, self._stager, self._shadow = planner, stager, shadow
+        self._delta, self._lock, self._moved = delta, lock, moved
+
+    def follow(
+        self,
+        restored: Lineage,
+        number: int | None,
+        leaves: Sequence[Any],
+        state: PyTree,
+        measured: Mapping[str, float],
+        consent: Consent | None,
+        *,
+        has_shadow: bool = False,
+    ) -> None:
+        """Makes a restored step the parent of the next save.
+
+        The next state is compared with its ``leaves``, of which one that was left out is None; the
+        caller gets the ``state``. ``measured`` are seconds by the names of costs; ``has_shadow``
+        says that the state is the shadow's already.
+        """
+        update = restored.base.update
+        needed = range(len(leaves)) if update is None else (*update.explained, *update.consumed)
+        if any(leaves[i] is None for i in needed):
+            return  # what was left out will be made anew, and no update leads there
+        saved = restored.manifest
+        snapshot, specs, copies = self._copied(restored, leaves, state)
+        tip = Tip(saved.step, saved.depth, None, copies, None, restored=specs)
+        if has_shadow:
+            self._shadow.stand_at(tip)
+        if snapshot is not None:
+            sums, begun = dict(enumerate(saved.fingerprints)), None
+            if jax.process_index():  # what all contribute adds up to the fingerprints
+                sums = dict.fromkeys(sums, 0)
+            if not (has_shadow or snapshot.structure.on_accelerator):
+                begun = self._stager.restored(snapshot, tip, sums, consent)
+            self._stager.prepare_next(tip, snapshot, begun, is_restored=True)
+        parent = Parent(restored.entries[-1].holder, number, tip, None, restored)
+        with self._lock:
+            distrusted = [specs[i].path for i in saved.caution.distrusted]
+            self._planner.distrust.learn(saved.caution.reason, distrusted)
+            self._planner.parents.follow(parent)
+            self._moved(measured)
+        xla_call.begin()
+
+    def _copied(
+        self, restored: Lineage, leaves: Sequence[Any], state: PyTree
+    ) -> tuple[Snapshot | None, tuple[Leaf, ...], Mapping[int, Blocks]]:
+        """A restored state taken apart, its leaves in their boxes, and copies for the next delta.
+
+        None in place of the first where the next save cannot be a delta of an update.
+        """
+        specs, kept, update = restored.leaves, None, restored.base.update
+        if self._delta is None:
+            return None, specs, host_copies.NOTHING
+        snapshot = self._planner.snapshot_of_restored(restored, state)
+        if snapshot is not None:
+            specs = host_copies.cut_as_restored(specs, snapshot)
+        if self._delta != "bits" and update is not None and not restored.problem:
+            distrusted = restored.manifest.caution.distrusted
+            replayed = update.explained.difference(update.passed, distrusted)
+            kept = frozenset(range(len(leaves))) - replayed - frozenset(update.consumed)
+        return snapshot, specs, host_copies.copies_of_restored(specs, leaves, kept)
+
+    def recover(
+        self,
+        abstract_state: PyTree,
+        newest: Newest | None,
+        files: Sequence[FoundFile],
+        peers: Together,
+        replay: RecordReplay,
+        consent: Consent | None,
+    ) -> Recovered:
+        """Takes the state that other processes have left in files of memory, and goes on from it.
+
+        Every fingerprint was compared. A process alone goes on in the file that it finds. Else all
+        take their parts of the ``files`` together; the next run has files of its own, beside which
+        these stay until it has passed its gate. Then it is collective.
+
+        Args:
+            abstract_state: state like which it is made.
+            newest: the newest step in storage, if there is one.
+            files: files that this process found.
+            peers: all processes that recover.
+            replay: brings a state of the files to its step.
+            consent: consent to what is sent.
+
+        Raises:
+            ShadowFileError: there is none that can be taken; the message says why.
+            RecorderError: the recorder cannot be tied to the state.
+            AdaCheckError: another process failed.
+        """
+        stored = None
+        if newest is not None:
+            sums = newest.lineage and newest.lineage.manifest.fingerprints
+            stored = StoredStep(newest.step, sums)
+        args = self._planner.snapshots, self._planner.updates, abstract_state, stored
+        is_alone = jax.process_count() == 1 and not any(each.place.run for each in files)
+        if is_alone:
+            try:
+                found = recovered.state_from(self._shadow, *args, replay)
+            except BaseException:
+                self._shadow.close()
+                raise
+        else:
+            found = together.state_of(*args, files, peers, replay)
+            if found.has_records:  # which this run finds out as the last one did, else
+                self._shadow.keep_records()
+        if newest is None or newest.lineage is None or newest.step != found.step:
+            self.forget()
+        else:
+            self.follow(
+                *(newest.lineage, newest.number, found.leaves, found.state, {}, consent),
+                has_shadow=is_alone,
+            )
+        return found
+
+    def forget(self) -> None:
+        """Makes the next save a base: what was restored is no step that another can build on."""
+        with self._lock:
+            self._planner.parents.forget()
+            self._moved({})
