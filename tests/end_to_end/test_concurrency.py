@@ -250,6 +250,7 @@ def test_several_threads_restore_at_once(tmp_path, restless):
     assert save.plan.decision.kind == "bits"
 
 
+@pytest.mark.slow
 def test_older_steps_are_restored_while_another_thread_saves(tmp_path, restless):
     """By another manager with the same handler: Orbax's restore joins the save's thread."""
     run = new_run()

@@ -472,6 +472,7 @@ def test_the_bytes_of_a_delta_do_not_grow(tmp_path):
     assert sizes["with"] <= 1.01 * sizes["without"]
 
 
+@pytest.mark.slow
 def test_a_large_average_that_was_left_out_is_stored_once_the_state_is_donated(tmp_path):
     """It is found behind the save, which copied it, though it views other leaves of that size."""
     recorder = adacheck.Recorder(optax.sgd(0.1, momentum=0.9), derived={"ema": average})

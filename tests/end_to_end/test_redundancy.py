@@ -210,6 +210,7 @@ def test_frozen_leaves_are_written_once_for_all_bases(tmp_path):
     support.assert_same_bits(found, saved[9])
 
 
+@pytest.mark.slow
 def test_a_frozen_leaf_that_thaws_is_written_again(tmp_path):
     recorder, state, advance = frozen_run()
     handler = adacheck.AdaCheckHandler(recorder, max_deltas=1)

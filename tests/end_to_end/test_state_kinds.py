@@ -264,7 +264,7 @@ def test_what_comes_out_of_sums_in_a_fused_step_is_replayed_with_their_results(t
     assert others == [first] * (STEPS - 2)
 
 
-@pytest.mark.first(1)
+@pytest.mark.first(0, slow=1)
 @pytest.mark.parametrize("name", REDUCING)
 def test_an_optimizer_with_sums_in_a_program_of_its_own_is_replayed(tmp_path, name):
     save_and_check(tmp_path, recorded_run(REDUCING[name](), separate=True), "BRRRR")

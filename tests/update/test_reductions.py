@@ -130,7 +130,7 @@ def test_a_replay_adds_nothing_up_and_gives_the_bits():
     [((4, 2), AxisType.Explicit), ((1,), AxisType.Auto), ((4, 2), AxisType.Auto)],
     ids=str,
 )
-@pytest.mark.first(2, slow=3)
+@pytest.mark.first(1, slow=3)
 def test_words_lie_on_all_devices_alike(shape, axes):
     run = support.dict_run(mesh_of(shape, axes), SUMS["adafactor"])
     for _ in range(2):
