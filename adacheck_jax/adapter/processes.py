@@ -157,18 +157,25 @@ class ServiceExchange:
             self._post(self._answer_key(topic), packed(answer))
         return answer
 
-    def fail(self, topic: str, error: BaseException, what: str = "write its share") -> None:
+    def fail(
+        self,
+        topic: str,
+        error: BaseException,
+        what: str = "write its share",
+        kinds: Sequence[type[AdaCheckError]] = (ReplayError,),
+    ) -> None:
         """Posts an error in place of this process's report, or of the answer.
 
-        What storage refused here is to the others what it refused them: it can be written again.
-        Of calls that differ they know, and say it themselves.
+        Where it is one of the ``kinds`` the others raise that too. What storage refused here is to
+        the others what it refused them: it can be written again. Of calls that differ they know,
+        and say it themselves.
         """
         if isinstance(error, DifferingCallsError):
             return
         process = self._processes.index
         key = self._report_key(topic, process) if process else self._answer_key(topic)
         text = f"process {process} could not {what} ({type(error).__name__}: {error})."
-        kind = ReplayError if isinstance(error, ReplayError) else AdaCheckError
+        kind = next((each for each in kinds if isinstance(error, each)), AdaCheckError)
         kind = StorageError if is_refusal(error) else kind
         self._post_error(key, {"error": text + self._loss, "kind": kind.__name__})
 

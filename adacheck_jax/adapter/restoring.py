@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import logging
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -29,6 +30,7 @@ from adacheck_jax.errors import (
 from adacheck_jax.format import byte_loops
 from adacheck_jax.format import manifest as manifests
 from adacheck_jax.restore import check, replay, working_set
+from adacheck_jax.restore.agreed import ALONE, Agreed
 from adacheck_jax.restore.compiled_update import CompiledUpdates, abstract_leaf
 from adacheck_jax.schedule.stopwatch import Clock
 from adacheck_jax.store.steps import deletion, identity, lookup, roots
@@ -113,35 +115,43 @@ class StepRestorer:
         self._params_path = params_path
 
     @jax_settings.own()
-    def restore(self, path: AnyPath, args: RestoreArgs) -> Restored:
+    def restore(self, path: AnyPath, args: RestoreArgs, agreed: Agreed = ALONE) -> Restored:
         """Restore a step, or with ``skip_damaged`` the newest older one that can be restored.
 
-        Raises what :meth:`AdaCheckHandler.restore` raises.
+        Several processes agree before each collective that none of them has failed. Raises what
+        :meth:`AdaCheckHandler.restore` raises.
         """
         begin_s = self._clock()
         try:
             with deletion.told(path):
                 if args.step is None and roots.is_stock(path):
-                    return _restored_stock(path, args)
-                return self._restore_found(path, args, begin_s)
+                    with agreed():
+                        return _restored_stock(path, args)
+                return self._restore_found(path, args, agreed, begin_s)
         except (FormatError, IntegrityError, LineageError) as error:
             if not args.skip_damaged:
                 raise
-            return self._restore_other(path, args, error)
+            return self._restore_other(path, args, agreed, error)
 
-    def _restore_found(self, path: AnyPath, args: RestoreArgs, begin_s: float) -> Restored:
+    def _restore_found(
+        self, path: AnyPath, args: RestoreArgs, agreed: Agreed, begin_s: float
+    ) -> Restored:
         """Restore a step, once more if a step of its lineage became a base while it was read."""
-        lineage = _lineage(path, args.step)
+        with agreed():
+            lineage = _lineage(path, args.step)
         try:
-            return self._restore(path, lineage, args, begin_s)
+            return self._restore(path, lineage, args, agreed, begin_s)
         except (FormatError, IntegrityError, LineageError):
-            again = _lineage(path, args.step)
-            if again.checksums == lineage.checksums:
-                raise
+            with agreed():
+                again = _lineage(path, args.step)
+                if again.checksums == lineage.checksums:
+                    raise
             _log.info("%s: a step was compacted while it was read; reading it again.", path)
-            return self._restore(path, again, args, begin_s)
+            return self._restore(path, again, args, agreed, begin_s)
 
-    def _restore_other(self, path: AnyPath, args: RestoreArgs, error: AdaCheckError) -> Restored:
+    def _restore_other(
+        self, path: AnyPath, args: RestoreArgs, agreed: Agreed, error: AdaCheckError
+    ) -> Restored:
         """Restore the newest step before a bad one, from its own lineage or another directory.
 
         The bad step's own lineage comes first: its steps need not have directories of their own.
@@ -150,7 +160,7 @@ class StepRestorer:
         is_gone = isinstance(error, StepDeletedError) and not at(path).is_folder
         others = _OtherSteps(path, args.step, is_gone=is_gone)
         bad: set[tuple[str, ...]] = set()  # files of the steps that cannot be restored
-        inner, last = self._newest_within(path, args, bad), error
+        inner, last = self._newest_within(path, args, agreed, bad), error
         plain = dataclasses.replace(args, step=None)
         while inner is not None or others.newest is not None:
             _log.warning("Skipping a step that cannot be restored: %s", last)
@@ -161,14 +171,17 @@ class StepRestorer:
                 place, lineage = others.take(), None
             try:
                 with deletion.told(place):
-                    if lineage is None and identity.of_lineage(resolve(place)) in bad:
-                        raise IntegrityError(f"{place}: it has the files of a bad step.")
-                    restored = self._restore(place, lineage or resolve(place), args)
+                    with agreed():
+                        found = lineage or resolve(place)
+                        if lineage is None and identity.of_lineage(found) in bad:
+                            raise IntegrityError(f"{place}: it has the files of a bad step.")
+                    restored = self._restore(place, found, args, agreed)
             except (FormatError, IntegrityError, LineageError) as another:
                 last = another
                 if lineage is None:
-                    found = filter(None, (inner, self._newest_within(place, plain, bad)))
-                    inner = max(found, key=lambda each: each[1].end.step, default=None)
+                    other = self._newest_within(place, plain, agreed, bad)
+                    both = filter(None, (inner, other))
+                    inner = max(both, key=lambda each: each[1].end.step, default=None)
                 if isinstance(another, StepDeletedError):
                     others.look_again()
                 continue
@@ -178,21 +191,26 @@ class StepRestorer:
         raise error
 
     def _newest_within(
-        self, path: AnyPath, args: RestoreArgs, bad: set[tuple[str, ...]]
+        self, path: AnyPath, args: RestoreArgs, agreed: Agreed, bad: set[tuple[str, ...]]
     ) -> tuple[AnyPath, Lineage] | None:
         """The newest exact step in a bad step's directory; adds files of bad steps to ``bad``."""
         try:
-            lineage = lookup.held(path)
-            lineage = lineage if args.step is None else lineage.until(args.step)
+            with agreed():
+                lineage = lookup.held(path)
+                lineage = lineage if args.step is None else lineage.until(args.step)
         except (FormatError, IntegrityError, LineageError):  # no whole manifest in it
             return None
         if identity.of_lineage(lineage) in bad:
             return None
         try:
-            base = self._read(path, lineage, args)
+            with agreed():
+                base = self._read(path, lineage, args, agreed)
             rounded = frozenset() if args.require_exact else base.rounded
             found = replay.newest_exact(
-                base.leaves, lineage, base.programs, rounded=rounded, read_once=args.read_once
+                *(base.leaves, lineage, base.programs),
+                rounded=rounded,
+                read_once=args.read_once,
+                agreed=agreed,
             )
         except (FormatError, IntegrityError):  # of the base, so no step of this lineage is left
             found = None
@@ -202,31 +220,39 @@ class StepRestorer:
         return None if found is None else (path, found)
 
     def _restore(
-        self, path: AnyPath, lineage: Lineage, args: RestoreArgs, begin_s: float | None = None
+        self,
+        path: AnyPath,
+        lineage: Lineage,
+        args: RestoreArgs,
+        agreed: Agreed,
+        begin_s: float | None = None,
     ) -> Restored:
         """Restore the last step of a lineage, of which a look-up may have begun at ``begin_s``."""
         found_s, end = self._clock(), lineage.entries[-1]
         is_own = end.holder == path and not end.is_link
         if is_own and (misplaced := roots.misplaced(path, lineage.manifest)):
             _log.warning("%s: %s; it was moved there.", path, misplaced)
-        base = self._read(path, lineage, args)
-        read_s = self._clock()
-        try:
+        with agreed():
+            base = self._read(path, lineage, args, agreed)
+            read_s = self._clock()
             # A rounded leaf's fingerprint verifies nothing: then the records' checksums have to.
-            leaves = replay.replay_onto(
-                base.leaves, lineage, base.programs, args.read_once, checked=bool(base.rounded)
-            )
+            with _explained(lineage):
+                leaves = replay.replay_onto(
+                    *(base.leaves, lineage, base.programs, args.read_once),
+                    checked=bool(base.rounded),
+                    agreed=agreed,
+                )
             leaves = [None if working_set.is_abstract(leaf) else leaf for leaf in leaves]
             replayed_s = self._clock()
-            rounded = check.check_bits(leaves, lineage, path, rounded=base.rounded)
-        except IntegrityError:
-            replay.check_stored(lineage)  # it says more, if a delta is damaged
-            raise
-        info = _info(lineage, rounded, path, args.require_exact)
+        with agreed():
+            with _explained(lineage):
+                rounded = check.check_bits(leaves, lineage, path, rounded=base.rounded)
+            info = _info(lineage, rounded, path, args.require_exact)
         named = {spec.path: leaf for spec, leaf in zip(lineage.base.leaves, leaves, strict=True)}
-        if base.moved:
-            base.target.move(base.moved, named)
-        state = base.relayout.finish(named) if base.relayout else base.target.finish(named)
+        with agreed():
+            if base.moved:
+                base.target.move(base.moved, named)
+            state = base.relayout.finish(named) if base.relayout else base.target.finish(named)
         begin_s = found_s if begin_s is None else begin_s
         total_s, waited_s = self._clock() - begin_s, base.programs.waited_s
         times = RestoreTimes(total_s, read_s - found_s, replayed_s - read_s - waited_s, waited_s)
@@ -234,7 +260,7 @@ class StepRestorer:
         is_own = is_own and not lineage.left_out and base.relayout is None
         return Restored(state, info, path, lineage, leaves, is_own, measured, times)
 
-    def _read(self, path: AnyPath, lineage: Lineage, args: RestoreArgs) -> _Base:
+    def _read(self, path: AnyPath, lineage: Lineage, args: RestoreArgs, agreed: Agreed) -> _Base:
         """Read the base of a lineage onto the devices on which its updates are replayed."""
         size_bytes = sum(leaf.nbytes for leaf in lineage.base.leaves)
         _log.info(
@@ -266,11 +292,23 @@ class StepRestorer:
             x.path: abstract_leaf(x, wanted[x.path]) for x in specs if x.path in from_deltas
         }
         wanted |= dict.fromkeys(abstract)
-        read = self._stock.read(lineage.base_directory, specs, wanted, saved_tree, args.read_once)
+        read = self._stock.read(
+            lineage.base_directory, specs, wanted, saved_tree, args.read_once, agreed
+        )
         leaves = [*(read | abstract).values()]
         check.check_types(leaves, lineage.base, lineage.base_directory)
         moved = {each: placements[each] for each in there}
         return _Base(target, programs, leaves, rounded, moved, relayout)
+
+
+@contextlib.contextmanager
+def _explained(lineage: Lineage) -> Iterator[None]:
+    """Has the bytes of its deltas say what is damaged, if they are."""
+    try:
+        yield
+    except IntegrityError:
+        replay.check_stored(lineage)
+        raise
 
 
 class _OtherSteps:

@@ -22,12 +22,14 @@ from etils import epath
 
 from adacheck_jax.adapter import directories, inputs, processes
 from adacheck_jax.adapter.arguments import KEPT, RestoreArgs, RestoreInfo, SaveArgs
+from adacheck_jax.adapter.coordination.agreeing import LONGEST_S, RestoreAgreement
 from adacheck_jax.adapter.coordination.calls import Calls
 from adacheck_jax.adapter.in_memory.gate import Neighbours
 from adacheck_jax.adapter.in_memory.recovery import NoFilesError, RecoveringProcesses, found_files
 from adacheck_jax.adapter.in_memory.replaying import replay
+from adacheck_jax.adapter.processes import ServiceExchange
 from adacheck_jax.adapter.reports import Announcer, OnSave, SaveReport, report_of
-from adacheck_jax.adapter.restoring import StepRestorer, resolve, stock_info
+from adacheck_jax.adapter.restoring import Restored, StepRestorer, resolve, stock_info
 from adacheck_jax.adapter.share_future import ShareFuture
 from adacheck_jax.adapter.stock import descriptions
 from adacheck_jax.adapter.stock.base_checkpoint import StockCheckpoints, described
@@ -42,7 +44,7 @@ from adacheck_jax.memory.files.step_file import FilePlace
 from adacheck_jax.memory.sending.consent import Consent
 from adacheck_jax.plan.options import Options
 from adacheck_jax.save import commit
-from adacheck_jax.save.attempt import SHARES, Exchange
+from adacheck_jax.save.attempt import BEGUN, Exchange
 from adacheck_jax.save.one_save import Save
 from adacheck_jax.save.resuming import Newest
 from adacheck_jax.save.saver import Saver
@@ -67,6 +69,8 @@ class Begun:
         line: root and item that the step belongs to.
         save: the save.
         begin_s: reading of the clock when the caller called.
+        together: exchange of the processes that begin it; None if there is none.
+        is_again: True if it writes what storage refused before.
         returned_s: reading of the clock when the rest was left to the background.
         entries: arrays of a base that Orbax left to this library, by leaf path.
         names: the same as they are stored.
@@ -75,6 +79,8 @@ class Begun:
     line: Line
     save: Save
     begin_s: float
+    together: ServiceExchange | None
+    is_again: bool
     returned_s: float = 0.0
     entries: Mapping[str, ArrayEntry] = dataclasses.field(default_factory=dict)
     names: Mapping[str, Name] = dataclasses.field(default_factory=dict)
@@ -174,21 +180,31 @@ class TrainingRun:
         self._process.enter()
         final, begin_s = roots.committed_path(directory), self._clock()
         exchange = processes.exchange(final)  # before anything is refused in one process alone
+        together = exchange and exchange.watching(self.calls)
         try:
             with _told(exchange), self._consent(exchange) as consent:
+                if self._neighbours is not None and exchange is not None:
+                    with self._meeting:  # before anything that may fail in one of them alone
+                        self._neighbours.meet()
                 directories.check_writable(directory)
                 if args.state is not KEPT:
-                    return self._begin(final, place, args, exchange, consent, begin_s)
+                    line, save, stored = self._begin(final, place, args, exchange, consent)
+                    return Begun(line, save, begin_s, together, is_again=False), stored
                 found = place()
                 saver = self._saver_of(found)
                 with storage_named(final):
                     save = saver.begin_kept(final, found.step, exchange)
-                return Begun(found.line, save, begin_s), self._described or SaveArgs()
+                begun = Begun(found.line, save, begin_s, together, is_again=True)
+                return begun, self._described or SaveArgs()
         except BaseException:
-            with contextlib.suppress(ValueError):
-                if (saver := self.saver) is not None:
-                    saver.note_gap()
+            self.note_gap(is_lost=exchange is not None and args.state is not KEPT)
             raise
+
+    def note_gap(self, *, is_lost: bool = False) -> None:
+        """Notes that the save of a step was refused; ``is_lost`` if others may have begun it."""
+        with contextlib.suppress(ValueError):
+            if (saver := self.saver) is not None:
+                saver.note_gap(is_lost=is_lost)
 
     def _begin(
         self,
@@ -197,8 +213,7 @@ class TrainingRun:
         args: SaveArgs,
         exchange: Exchange | None,
         consent: Consent | None,
-        begin_s: float,
-    ) -> tuple[Begun, SaveArgs]:
+    ) -> tuple[Line, Save, SaveArgs]:
         state = inputs.checked_state(args.state, args.save_args)
         step = inputs.step_number(args.step)
         file_bytes = inputs.file_bytes(args.ocdbt_target_data_file_size)
@@ -225,7 +240,7 @@ class TrainingRun:
             custom_metadata=custom_metadata,
             ocdbt_target_data_file_size=file_bytes,
         )
-        return Begun(found.line, save, begin_s), stored
+        return found.line, save, stored
 
     async def write(self, directory: AnyPath, begun: Begun, stored: SaveArgs) -> list[ocp.Future]:
         """Start to write this process's share of what :meth:`begin` returned.
@@ -236,30 +251,45 @@ class TrainingRun:
         """
         futures: list[ocp.Future] = []
         save = begun.save
-        if save.is_base:
-            if save.keeps:
-                state = described(stored.state)
-                self._described = dataclasses.replace(stored, state=state)
-            with _told(begun.exchange):
-                futures, begun.entries = await self.stock.write(
-                    epath.Path(str(directory)),
-                    stored.state,
-                    stored.save_args,
-                    stored.custom_metadata,
-                )
-            begun.names = {
-                leaf.path: Name(
-                    entry.name, stored_dtype(leaf.dtype), leaf.chunk_shape(entry.chunk_bytes)
-                )
-                for leaf in save.structure.leaves
-                if (entry := begun.entries.get(leaf.path))
-            }
-        layout = ArrayLayout(begun.names, stored.ocdbt_target_data_file_size)
-        futures.append(ShareFuture(save, directory, layout, self.left))
         with self._lock:
             saver = self._savers[begun.line]
+        try:
+            if save.is_base:
+                futures = await self._write_base(directory, begun, stored)
+            layout = ArrayLayout(begun.names, stored.ocdbt_target_data_file_size)
+            if begun.together is not None:  # who begins it waits in Orbax for who does not
+                begun.together.agree(BEGUN, {}, lambda _: {})
+        except Exception as error:
+            if begun.together is not None:
+                saver.refuse(save, error, is_again=begun.is_again)
+                self.note_gap(is_lost=not begun.is_again)
+            raise
+        futures.append(ShareFuture(save, directory, layout, self.left))
         saver.returns()
         begun.returned_s = self._clock()
+        return futures
+
+    async def _write_base(
+        self, directory: AnyPath, begun: Begun, stored: SaveArgs
+    ) -> list[ocp.Future]:
+        """Start to write what Orbax writes of a base."""
+        save = begun.save
+        if save.keeps:
+            self._described = dataclasses.replace(stored, state=described(stored.state))
+        with _told(begun.exchange):
+            futures, begun.entries = await self.stock.write(
+                epath.Path(str(directory)),
+                stored.state,
+                stored.save_args,
+                stored.custom_metadata,
+            )
+        begun.names = {
+            leaf.path: Name(
+                entry.name, stored_dtype(leaf.dtype), leaf.chunk_shape(entry.chunk_bytes)
+            )
+            for leaf in save.structure.leaves
+            if (entry := begun.entries.get(leaf.path))
+        }
         return futures
 
     @jax_settings.own()
@@ -341,12 +371,20 @@ class TrainingRun:
     def restore(self, directory: AnyPath, args: RestoreArgs) -> PyTree:
         """Restore a step, bit-exact and verified; see :meth:`AdaCheckHandler.restore`."""
         self._process.enter()
-        with self._consent(f"{directory}, restored") as consent:
-            return self._restore(directory, args, consent)
+        exchange = processes.exchange(f"{directory}, restored", is_save=False)
+        exchange = exchange and exchange.watching(self.calls)
+        together = RestoreAgreement(exchange and exchange.within(LONGEST_S))
+        try:
+            inputs.expect_tree(args.abstract_state)
+            restored = self._restorer.restore(directory, args, together.agreed)
+            with together.agreed(), self._consent(exchange) as consent:
+                return self._follow(restored, consent)
+        except BaseException as error:
+            together.leave(error)
+            raise
 
-    def _restore(self, directory: AnyPath, args: RestoreArgs, consent: Consent | None) -> PyTree:
-        inputs.expect_tree(args.abstract_state)
-        restored = self._restorer.restore(directory, args)
+    def _follow(self, restored: Restored, consent: Consent | None) -> PyTree:
+        """Notes a restored step, which the next save may follow; gives its state."""
         if restored.lineage is None:
             self.note_stock(restored.directory)
             return restored.state
@@ -479,7 +517,7 @@ def _told(exchange: Exchange | None) -> Iterator[None]:
         yield
     except Exception as error:
         if exchange is not None:
-            exchange.fail(SHARES, error)
+            exchange.fail(BEGUN, error, "begin to save")
         raise
 
 

@@ -18,6 +18,7 @@ from adacheck_jax.device import transfer
 from adacheck_jax.device.sharding import holders_of
 from adacheck_jax.format.boxes import Box, Cuts, batches
 from adacheck_jax.restore import shared_reads
+from adacheck_jax.restore.agreed import ALONE, Agreed
 from adacheck_jax.restore.progress import Progress
 from adacheck_jax.restore.shared_reads import (
     OwnShare,
@@ -74,7 +75,10 @@ class ReadRequest:
 
 
 def read(
-    directory: AnyPath, requests: Sequence[ReadRequest], read_once: ReadOnce = None
+    directory: AnyPath,
+    requests: Sequence[ReadRequest],
+    read_once: ReadOnce = None,
+    agreed: Agreed = ALONE,
 ) -> list[Any]:
     """Read arrays; each process reads boxes that its devices need, or a share of them.
 
@@ -86,6 +90,7 @@ def read(
         read_once: True to read each box in one process, also if others need it, and to exchange
             what was read; False to read in each process what it needs; None to decide by the
             storage and by bytes.
+        agreed: agreement of the processes.
 
     Returns:
         A jax or numpy array for each request.
@@ -96,16 +101,12 @@ def read(
     """
     targets = [(each.shape, each.itemsize_bytes, each.sharding) for each in requests]
     members = shared_reads.members(targets, read_once, directory)
-    arrays, failure = _Arrays(directory, requests), None
-    try:
+    arrays = _Arrays(directory, requests)
+    with agreed() if members else ALONE():
         arrays.open(is_shared=bool(members))
-    except Exception as error:
-        if not members:
-            raise
-        failure = error
     together = SharedReads(members, directory, arrays.plans) if members else None
     if together is not None:
-        together.agree(failure)
+        together.agree(None)
     result: list[Any] = []
     numbers = range(len(arrays.batches))
     reading = [arrays.begin(number) for number in numbers[:_READ_AHEAD]]

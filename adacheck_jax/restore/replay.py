@@ -15,6 +15,7 @@ import jax
 from adacheck_jax.errors import FormatError, IntegrityError
 from adacheck_jax.format.manifest import BaseManifest, Delta, Update
 from adacheck_jax.restore import check
+from adacheck_jax.restore.agreed import ALONE, Agreed
 from adacheck_jax.restore.compiled_update import CompiledUpdates, Shardings
 from adacheck_jax.restore.deltas.delta_reader import DeltaReader, readers_of
 from adacheck_jax.restore.deltas.patches import Patches, StoredLeaves
@@ -37,6 +38,7 @@ def replay_onto(
     *,
     readers: Sequence[DeltaReader] | None = None,
     checked: bool = True,
+    agreed: Agreed = ALONE,
 ) -> list[Any]:
     """Bring leaves to the step that ends their lineage, or on by some of its deltas.
 
@@ -50,6 +52,7 @@ def replay_onto(
         readers: readers of deltas that follow one another, oldest first; None for those of all.
         checked: False if the caller compares every leaf with its fingerprint, and calls
             :func:`check_stored` if one differs: then the records' checksums are left unread.
+        agreed: agreement of the processes, of which one alone may not read a delta.
 
     Returns:
         The leaves of the step after the deltas, of the types and on the shardings of the given
@@ -76,14 +79,20 @@ def replay_onto(
     patches = Patches(working, specs)
     if has_updates and update is not None:
         where = lineage.base_directory
-        records = Records(specs, update, readers, shardings, read_once, where, checked=checked)
+        args = specs, update, readers, shardings, read_once, where
+        records = Records(*args, checked=checked, agreed=agreed)
+        if not (records.are_shared or _may_exchange(shardings)):
+            agreed = ALONE  # but at the end, where the caller has it
         with (
             Progress(f"restoring step {lineage.end.step}") as told,
             records.read_ahead() as consumed,
         ):
-            program = programs.get(lineage, update, shardings, told)
-            replay = Replay(update, program, working, patches, shardings, told)
+            with agreed():
+                program = programs.get(lineage, update, shardings, told)
+            replay = Replay(update, program, working, patches, shardings, told, agreed)
             replay.run(readers, consumed)
+            if agreed is not ALONE:  # on CPU devices the caller's next collective may overtake
+                jax.block_until_ready(working.leaves)
     else:
         for reader in readers:
             patches.add(reader)
@@ -108,6 +117,7 @@ def newest_exact(
     *,
     rounded: Collection[int] = (),
     read_once: ReadOnce = None,
+    agreed: Agreed = ALONE,
 ) -> Lineage | None:
     """The newest step of a lineage that has the bits that were saved.
 
@@ -119,13 +129,27 @@ def newest_exact(
     """
     found = lineage.to(lineage.base.step) if _is_exact(leaves, lineage.base, ()) else None
     try:
-        for reader, delta in zip(readers_of(lineage), lineage.deltas, strict=True):
-            leaves = replay_onto(leaves, lineage, programs, read_once, readers=[reader])
+        with agreed():
+            readers = readers_of(lineage)
+        for reader, delta in zip(readers, lineage.deltas, strict=True):
+            with agreed():
+                args = leaves, lineage, programs, read_once
+                leaves = replay_onto(*args, readers=[reader], agreed=agreed)
             if _is_exact(leaves, delta, rounded):
                 found = lineage.to(delta.step)
     except (IntegrityError, FormatError) as error:  # no later step can be built
         _log.debug("%s: replayed no further: %s", lineage.base_directory, error)
     return found
+
+
+def _may_exchange(shardings: Shardings) -> bool:
+    """True if processes may exchange elements where an update is replayed on these shardings.
+
+    Only of what is replicated each has all; a pinned sum of what is cut is not among the leaves
+    that a base says to be of sums.
+    """
+    is_alone = all(each.is_fully_addressable for each in shardings.values())
+    return not is_alone and not all(each.is_fully_replicated for each in shardings.values())
 
 
 def _is_exact(leaves: Sequence[Any], step: BaseManifest | Delta, rounded: Collection[int]) -> bool:
@@ -143,8 +167,10 @@ class Replay:
         patches: Patches,
         shardings: Shardings,
         progress: Progress,
+        agreed: Agreed = ALONE,
     ) -> None:
         self._update, self._program, self._progress = update, program, progress
+        self._agreed = agreed
         self._working, self._patches = working, patches
         self._shardings = [*shardings.values()]
         self._passed = frozenset(update.passed)
@@ -160,31 +186,33 @@ class Replay:
             if not reader.delta.has_update:
                 self._patches.add(reader)
                 continue
-            own = next(consumed)
-            self._replay(reader, own)
+            own = self._replay(reader, consumed)
             if reader is readers[-1]:  # then the arrays that it consumed are leaves of the state
                 for index, array in zip(self._update.consumed, own.record + own.extra, strict=True):
                     if index in reader.delta.stored:
                         self._patches.replace(index, array)
         self._put_back()
 
-    def _replay(self, reader: StoredLeaves, consumed: Consumed) -> None:
-        # A dispatched update holds its inputs. Waiting for the one before bounds the memory to this
-        # update's inputs and those read ahead.
-        jax.block_until_ready((self._params, self._inner))
-        unreplayed = self._patch_before(reader)
+    def _replay(self, reader: StoredLeaves, consumed: Iterator[Consumed]) -> Consumed:
+        with self._agreed():
+            own = next(consumed)
+            # A dispatched update holds its inputs. Waiting for the one before bounds the memory to
+            # this update's inputs and those read ahead.
+            jax.block_until_ready((self._params, self._inner))
+            unreplayed = self._patch_before(reader)
         updates = reader.delta.updates
         if updates not in self._switches:
             counts = len(self._update.counts)
             self._switches[updates] = update_program.switches(counts, updates, self._shardings)
         self._params, self._inner = self._program(
-            self._params, self._inner, consumed.record, consumed.extra, self._switches[updates]
+            self._params, self._inner, own.record, own.extra, self._switches[updates]
         )
         if unreplayed:
             self._put_back()
             for index, leaf in unreplayed.items():
                 self._working[index] = leaf
             self._take()
+        return own
 
     def _patch_before(self, reader: StoredLeaves) -> dict[int, Any]:
         """Put in place what the update of a delta takes, and note what the delta stores.

@@ -15,6 +15,8 @@ from adacheck_jax.store.storage.interface import Stamp
 
 Report = dict[str, Any]
 """Account of what one process wrote, as JSON."""
+BEGUN = "begun"
+"""Topic of the exchange about the saves that all processes have begun."""
 SHARES = "shares"
 """Topic of the exchange about what each process wrote."""
 
@@ -49,8 +51,17 @@ class Exchange(Protocol):
         """
         ...
 
-    def fail(self, topic: str, error: BaseException) -> None:
-        """Tells the other processes, instead of a report, that this one failed."""
+    def fail(
+        self,
+        topic: str,
+        error: BaseException,
+        what: str = ...,
+        kinds: Sequence[type[AdaCheckError]] = ...,
+    ) -> None:
+        """Tells the other processes, instead of a report, that this one failed to do something.
+
+        If the error is one of the ``kinds`` they raise the same.
+        """
 
     def tell(self, topic: str, report: Report) -> None:
         """Posts this process's report, or as process 0 the answer, and waits for nobody."""

@@ -306,14 +306,28 @@ class Saver:
         if self._bases.take(own.proof, copies.staged, saved.directory, exchange, sums):
             self._taken = saved
 
-    def note_gap(self) -> None:
+    def note_gap(self, *, is_lost: bool = False) -> None:
         """Notes that a step is not saved, since its save could not begin: no other follows it.
 
-        Several processes do not look at counters when a step is recorded.
+        Several processes do not look at counters when a step is recorded. If another process may
+        have begun it (``is_lost``) all begin a new line: that one has recorded steps in its save.
         """
         with self._lock:
             self._has_gap = True
             self._notices.forget_missed()
+            if is_lost:
+                self._planner.give_up(0, "the save that was to write them did not begin")
+                self._planner.parents.forget()
+
+    def refuse(self, save: Save, error: Exception, *, is_again: bool) -> None:
+        """Notes that another process did not begin a save; if it ``is_again`` it may stay kept."""
+        with self._lock:
+            save.error, save.keeps = error, save.keeps and is_again
+            if not save.is_kept:
+                steps = [each.step for each in save.steps[:-1]]
+                tell_given_up(steps, "not all processes began the save that was to write them")
+                save.release()
+        self._stager.returned.set()
 
     def returns(self) -> None:
         """Notes that a save that began returns to the training loop now."""

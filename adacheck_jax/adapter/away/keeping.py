@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import functools
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -81,7 +82,7 @@ class AdaCheckManager(EndingManager):
                 memory, and those that are lost.
         """
         step = expected_step(step, "give save the number of the step")
-        expect_args(args, SaveArgs, self._item)
+        check = functools.partial(expect_args, args, SaveArgs, self._item)
         if self._is_closed:
             raise AdaCheckError(
                 f"{self.directory}: the manager is closed: step {step} is not saved."
@@ -101,13 +102,19 @@ class AdaCheckManager(EndingManager):
             is_called = jax.process_count() > 1 and (force or self.should_save(step))
             if is_called:
                 self._together.begin()
-                self._together.decided(dict, f"save({step})")
+                self._together.decided(dict, f"save({step})", check)
+            check()
             return save(is_called or force)
         self._saving_thread = threading.get_ident()
         is_ours = isinstance(args, SaveArgs) and not any(each is not None for each in given)
         if not force and (step <= self._promised or not self.should_save(step)):
+            check()
             return False
-        action, told = self._decided(step, is_ours=is_ours)
+        try:
+            action, told = self._decided(step, check, is_ours=is_ours)
+        except BaseException:
+            self.handler.run.note_gap()
+            raise
         if action is Action.SAVE and self._begins(step, lambda: save(True), is_ours=is_ours):
             return True
         if action is Action.WRITE:
@@ -123,11 +130,14 @@ class AdaCheckManager(EndingManager):
             raise
         return self._in_flight is not None
 
-    def _decided(self, step: int, *, is_ours: bool) -> tuple[Action, Report]:
+    def _decided(
+        self, step: int, check: Callable[[], None], *, is_ours: bool
+    ) -> tuple[Action, Report]:
         """The action of all processes on a step, and what goes with that."""
         call = f"save({step})"
         while True:
-            told = self._together.decided(lambda: self._decision(step, is_ours=is_ours), call)
+            decide = functools.partial(self._decision, step, is_ours=is_ours)
+            told = self._together.decided(decide, call, check)
             call = ""
             action = Action(told["action"])
             if action is Action.RESOLVE:

@@ -71,24 +71,37 @@ class Lockstep:
             self._past.forget()
             self._past = None
 
-    def decided(self, decide: Callable[[], Report], call: str = "") -> Report:
+    def decided(
+        self,
+        decide: Callable[[], Report],
+        call: str = "",
+        check: Callable[[], None] = lambda: None,
+    ) -> Report:
         """Process 0's decision, in all processes.
 
         Args:
             decide: makes it, in process 0.
             call: the training loop's call that it is about; empty if it is about none.
+            check: refuses what this process was given, by an error that is told to the others.
 
         Raises:
             DifferingCallsError: another process makes another call; nothing was begun.
-            AdaCheckError: process 0 is gone, or raised it; it raises its own error.
+            AdaCheckError: process 0 is gone, or raised it; it raises its own error. Or another
+                process refused what it was given.
         """
         topic, exchange = self._next()
         if exchange is None:
+            check()
             return decide()
         process, count = jax.process_index(), jax.process_count()
         others = [each for each in range(count) if each != process] if call else []
         if call:
             self.calls.note(call)
+        try:
+            check()
+        except Exception as error:
+            exchange.fail(topic, error, f"call {call}")
+            raise
         own, are_few = self.calls.told(), count <= _FEW
         if process:
             if call:

@@ -88,11 +88,15 @@ class Neighbours:
         self._shadow = shadow
         self._known: tuple[str, tuple[str, ...]] | None = None
 
-    def of(self, line: str) -> Peers:
-        """The processes, for one line of steps; the first call waits for all of them."""
+    def meet(self) -> tuple[str, tuple[str, ...]]:
+        """A name for this run, and the domains; the first call waits for all processes."""
         if self._known is None:
             self._known = _hello(self._shadow.domain or _domain())
-        run, domains = self._known
+        return self._known
+
+    def of(self, line: str) -> Peers:
+        """The processes, for one line of steps; waits as :meth:`meet`."""
+        run, domains = self.meet()
         copies = min(self._shadow.copies, len({*domains}) - 1)
         return Peers(run, domains, copies, ServiceGate(line))
 

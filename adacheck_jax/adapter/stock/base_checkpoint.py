@@ -40,6 +40,7 @@ from adacheck_jax.errors import (
 from adacheck_jax.format import manifest as manifests
 from adacheck_jax.format.manifest import Leaf
 from adacheck_jax.restore import base_reader
+from adacheck_jax.restore.agreed import ALONE, Agreed
 from adacheck_jax.restore.shared_reads import ReadOnce
 from adacheck_jax.store.storage.location import AnyPath, at, located
 
@@ -165,6 +166,7 @@ class StockCheckpoints:
         wanted: Mapping[str, Any],
         metadata_tree: PyTree,
         read_once: ReadOnce = None,
+        agreed: Agreed = ALONE,
     ) -> dict[str, Any]:
         """Read a state, in each process only the boxes that its devices need.
 
@@ -175,6 +177,7 @@ class StockCheckpoints:
                 leave the leaf out. Python scalars stay Python scalars.
             metadata_tree: Orbax's tree of them (see :meth:`described`).
             read_once: as for :func:`base_reader.read`; collective.
+            agreed: agreement of the processes.
 
         Returns:
             Leaves by leaf path; None for a leaf left out.
@@ -206,9 +209,8 @@ class StockCheckpoints:
             for path, each in asked.items()
         ]
         with _damage_named(directory):
-            for path, data in zip(
-                asked, base_reader.read(directory, arrays, read_once), strict=True
-            ):
+            found_arrays = base_reader.read(directory, arrays, read_once, agreed)
+            for path, data in zip(asked, found_arrays, strict=True):
                 key = stored[path].key_type
                 leaf = transfer.keys_of(data, key) if key else data
                 read[path] = data.item() if is_number(found[path]) else leaf

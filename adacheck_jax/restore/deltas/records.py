@@ -16,6 +16,7 @@ from adacheck_jax.device import jax_settings, transfer
 from adacheck_jax.format.boxes import Box
 from adacheck_jax.format.manifest import Leaf, Update
 from adacheck_jax.restore import shared_reads
+from adacheck_jax.restore.agreed import ALONE, Agreed
 from adacheck_jax.restore.compiled_update import Shardings, abstract_leaf
 from adacheck_jax.restore.deltas.delta_reader import DeltaReader
 from adacheck_jax.restore.shared_reads import (
@@ -60,6 +61,10 @@ class Records:
         read_once: as for :func:`~adacheck_jax.restore.base_reader.read`.
         where: directory of the base, for messages.
         checked: as for :meth:`DeltaReader.read_many`; what processes exchange is always checked.
+        agreed: agreement of the processes.
+
+    Attributes:
+        are_shared: True if processes read together.
     """
 
     def __init__(
@@ -72,6 +77,7 @@ class Records:
         where: AnyPath,
         *,
         checked: bool,
+        agreed: Agreed = ALONE,
     ) -> None:
         self._update, self._x64 = update, jax_settings.x64_enabled()
         self._readers = [reader for reader in readers if reader.delta.has_update]
@@ -85,10 +91,11 @@ class Records:
             where,
             times=len(self._readers),
         )
-        known: dict[int, _Share] = {}
-        for each in self._readers:  # most of them are cut alike
-            if id(each.leaves) not in known:
-                known[id(each.leaves)] = self._share(each, is_shared=bool(members))
+        self.are_shared, known = bool(members), dict[int, _Share]()
+        with agreed() if members else ALONE():
+            for each in self._readers:  # most of them are cut alike
+                if id(each.leaves) not in known:
+                    known[id(each.leaves)] = self._share(each, is_shared=self.are_shared)
         self._shares = {each: known[id(each.leaves)] for each in self._readers}
         self._together: SharedReads | None = None
         if members:

@@ -1,0 +1,121 @@
+"""One of several processes of which one alone fails: all are told, and go on.
+
+Usage: alone_worker.py WHAT-FAILING PROCESS PROCESSES PORT ROOT OUT DEVICES
+
+WHAT is what fails in the process FAILING: in a save of step 4 its arguments, a leaf of its state,
+or its look at the step before; or in a restore of step 3 what is named below. Writes to OUT-told
+the error of each call. What comes after that has to succeed in all of them.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from tests.one_process import own  # isort: skip
+
+import jax
+import numpy as np
+import optax
+import orbax.checkpoint as ocp
+
+import adacheck_jax as adacheck
+from adacheck_jax.adapter import restoring
+from adacheck_jax.adapter.stock import descriptions
+from adacheck_jax.errors import IntegrityError
+from adacheck_jax.restore import base_reader
+from adacheck_jax.restore.deltas.delta_reader import DeltaReader
+from adacheck_jax.save.saver import Saver
+from adacheck_jax.store.steps import lookup
+from adacheck_jax.store.steps.lineage import Lineage
+from tests import support
+
+what, _, failing = own.mode.partition("-")
+is_failing = own.process == int(failing)
+optimizer = optax.adafactor(1e-2, min_dim_size_to_factor=4) if what == "collective" else None
+run = support.dict_run(support.mesh_of((jax.device_count(), 1)), optimizer)
+told: dict[str, str] = {}
+
+
+class Failing:
+    """Has something fail here alone, once it was called some times."""
+
+    def __init__(self, where: Any, name: str, error: Exception, after: int = 0) -> None:
+        self._place, self._left, self._error = (where, name), after, error
+        self._own = getattr(where, name)
+
+    def __enter__(self) -> None:
+        def failing(*args: Any, **options: Any) -> Any:
+            self._left -= 1
+            if self._left < 0:
+                raise self._error
+            return self._own(*args, **options)
+
+        if is_failing:
+            setattr(*self._place, failing)
+
+    def __exit__(self, *_: object) -> None:
+        setattr(*self._place, self._own)
+
+
+def tell(name: str, call: Callable[[], Any]) -> Any:
+    """Calls, and notes the error."""
+    told[name] = ""
+    try:
+        return call()
+    except Exception as error:
+        told[name] = f"{type(error).__name__}: {error}"
+
+
+def save(state: Any, args: Any = None) -> None:
+    args = args or adacheck.SaveArgs(state)
+    tell(f"save {run.count}", lambda: manager.save(run.count, args=args))
+    tell(f"wait {run.count}", manager.wait_until_finished)
+
+
+def restore(name: str, **options: Any) -> None:
+    args = adacheck.RestoreArgs(support.abstract(run.state), **options)
+    if (restored := tell(name, lambda: manager.restore(3, args=args))) is not None:
+        assert manager.handler.restored is not None
+        told[name] = f"step {manager.handler.restored.step}"
+        if manager.handler.restored.step == 3:
+            for one, other in zip(*map(jax.tree.leaves, (restored, run.state)), strict=True):
+                assert np.array_equal(*(x.addressable_data(0) for x in (one, other)))
+
+
+damaged, refused = IntegrityError("it is damaged here"), PermissionError(13, "not here")
+RESTORES = {
+    "manifest": (lookup, "resolve", damaged),
+    "base": (base_reader, "read", refused),
+    "delta": (DeltaReader, "read_many", damaged, 1),
+    "collective": (DeltaReader, "read_many", damaged, 1),
+    "once": (descriptions, "damaged_descriptions", damaged),
+    "bits": (restoring, "_info", damaged),
+    "followed": (Saver, "follow", MemoryError("too little here")),
+    "skipped": (DeltaReader, "read_many", damaged, 1),
+}
+with adacheck.checkpoint_manager(own.root, run.recorder, max_to_keep=None) as manager:
+    for _ in range(3):
+        run.advance()
+        save(run.state)
+    if what in RESTORES:
+        with Failing(*RESTORES[what]):
+            restore("restore", skip_damaged=what == "skipped", read_once=what == "once" or None)
+        restore("restore again", read_once=what == "once" or None)
+    else:
+        run.advance()
+        is_kept = what == "parent" and manager.handler.record_step(run.state, run.count)
+        told["recorded"] = str(is_kept)
+        if is_kept:
+            run.advance()
+        jax.block_until_ready(run.state)
+        more = {"more": object()} if is_failing and what == "leaf" else {}
+        args = ocp.args.StandardSave(run.state) if is_failing and what == "args" else None
+        with Failing(Lineage, "exists", refused, after=0 if what == "parent" else 1000):
+            save(run.state | more, args)
+    for _ in range(2):
+        run.advance()
+        save(run.state)
+Path(f"{own.out}-told{own.process}").write_text(json.dumps(told))
