@@ -40,9 +40,16 @@ settings.register_profile("thorough", max_examples=1000, deadline=None)
 settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "default"))
 
 
+LONGEST = ("test_docs_code.py", "test_examples.py")
+
+
 @pytest.hookimpl(tryfirst=True)  # before pytest deselects what is slow
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Marks as campaigns what ``covering`` and ``first`` leave out, or as slow as they say."""
+    """Marks as campaigns what ``covering`` and ``first`` leave out, or as slow as they say.
+
+    Files whose tests take longest come first, so that none of them is left to the end.
+    """
+    items.sort(key=lambda item: item.path.name not in LONGEST)
     by_test: dict[tuple[object, ...], list[pytest.Function]] = {}
     for item in items:
         is_campaign = item.get_closest_marker("campaign") is not None

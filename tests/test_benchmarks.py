@@ -121,7 +121,7 @@ def test_a_report_tells_everything_that_was_measured(saves, tmp_path):
     assert all(path.read_bytes().startswith(b"\x89PNG") for path in drawn)
 
 
-@pytest.mark.slow
+@pytest.mark.campaign
 def test_states_of_many_leaves_are_measured_beside_stock_orbax(monkeypatch):
     monkeypatch.setattr(child, "measure", measured)
     rows = many_leaves.measured(6)
@@ -132,7 +132,7 @@ def test_states_of_many_leaves_are_measured_beside_stock_orbax(monkeypatch):
     assert many_leaves.lines(6, rows).count("| 6 | first") == 4
 
 
-@pytest.mark.slow
+@pytest.mark.campaign
 def test_an_accelerator_is_tried_in_minutes(monkeypatch):
     """Here on the devices that there are."""
     chosen = {"adamw": accelerator.OPTIMIZERS["adamw"]}

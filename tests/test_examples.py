@@ -44,12 +44,15 @@ RUNS = {
     "reinforce": STEPS,
     "rl_weight_sync": ("--steps 6",),
     "train_lm": (f"--steps 3 {ON_A_MESH}", f"--steps 5 {ON_A_MESH}"),
-    "train_muon": (f"--steps 3 {ON_A_MESH}",),
+    "train_muon": ("--steps 3",),
     "v1": STEPS,
 }
 """Runs of each example; all check bits or raise by themselves."""
 
 ALIKE = [name for name, runs in RUNS.items() if runs == STEPS]
+
+LONG = {"memory_of_hosts"}
+"""Starts eight processes; tests/end_to_end/test_memory.py has forks do the same."""
 
 RUN_BY_PAGES = {"multiprocess": "clusters", "object_store": "clusters"}
 """Guides whose commands run an example, in ``tests/test_docs_code.py``."""
@@ -82,7 +85,14 @@ def test_examples_run_and_resume_in_one_process(names, tmp_path):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", [name for name in RUNS if name not in ALIKE])
+@pytest.mark.parametrize(
+    "name",
+    [
+        pytest.param(name, marks=pytest.mark.campaign if name in LONG else ())
+        for name in RUNS
+        if name not in ALIKE
+    ],
+)
 def test_an_example_runs_and_resumes(name, tmp_path):
     path, root = str(EXAMPLES / f"{name}.py"), str(tmp_path / "root")
     said = []

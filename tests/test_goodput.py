@@ -141,6 +141,7 @@ def test_what_memory_changes_is_printed(capsys):
     assert "nan" not in said
 
 
+@pytest.mark.slow
 def test_the_tables_are_printed(capsys):
     command.main(["--runs", "1"])
     printed = capsys.readouterr().out

@@ -34,6 +34,7 @@ def small_state(first=0.0):
     return {"x": first + jnp.arange(3.0)}
 
 
+@pytest.mark.covering(1)
 @pytest.mark.parametrize("makes_directory", [True, False], ids=["existing", "missing"])
 @pytest.mark.parametrize("save", [saved_sync, saved_async], ids=["sync", "async"])
 def test_finalize_commits(tmp_path, save, makes_directory):

@@ -244,6 +244,7 @@ def test_of_two_jobs_that_save_a_step_one_is_told(root):
 
 
 @pytest.mark.slow
+@pytest.mark.first(1)
 def test_tools_take_urls(root):
     run = dict_run(mesh_of((1, 1)))
     with manager_of(root, run) as manager:
@@ -487,6 +488,7 @@ def test_the_top_of_a_bucket_is_a_root_to_tools(store):
 
 
 @pytest.mark.slow
+@pytest.mark.first(1)
 def test_repair_removes_what_a_deletion_left_wherever_it_stopped(root):
     run = dict_run(mesh_of((2, 2)))
     with manager_of(root, run, max_deltas=3) as manager:

@@ -22,7 +22,7 @@ from tests.campaigns import (
 )
 from tests.campaigns.outcomes import differing
 
-SEEDS = (24, 33, 36)
+SEEDS = ((24,), (33,), (36,))
 """Of runs on one device: one is resumed, one has its update apart, one averages its params."""
 
 
@@ -70,10 +70,11 @@ def test_problems_are_told_and_keep_the_directory(tmp_path, capsys, problems):
     assert told.err == "".join(f"FAILED: {each}\n" for each in problems)
 
 
-@pytest.mark.slow
-def test_every_saved_step_of_a_few_runs_is_restored():
-    found = list(training.campaign(SEEDS, devices=1, options=[]))
-    assert [each["seed"] for each in found] == [*SEEDS]
+@pytest.mark.first(0, slow=1)
+@pytest.mark.parametrize("seeds", SEEDS)
+def test_every_saved_step_of_a_few_runs_is_restored(seeds):
+    found = list(training.campaign(seeds, devices=1, options=[]))
+    assert [each["seed"] for each in found] == [*seeds]
     sums = training.totals(found)
     steps = sum(each["steps"] - len(each["dropped"]) for each in found)  # resumed before they were
     assert sums["saved"] == sums["exact"] == steps
@@ -121,8 +122,8 @@ def test_no_element_of_a_recomputed_update_differs():
 
 @pytest.mark.slow
 def test_single_flipped_bits_are_named_by_step_leaf_and_element():
-    found = history.campaign(steps=30, mb=0.2, faults=3, clean=1, seed=0)
-    assert [each.is_right for each in found] == [True] * 4
+    found = history.campaign(steps=30, mb=0.2, faults=2, clean=1, seed=0)
+    assert [each.is_right for each in found] == [True] * 3
     assert all(max(each.restored_counts) <= 7 for each in found)
 
 
@@ -135,14 +136,14 @@ def test_steps_of_replicas_that_differ_are_of_one_of_them(processes, seeds):
 
 
 @pytest.mark.first(0, slow=1)
-@pytest.mark.parametrize("verb", ["verify", "restore with deltas"])
+@pytest.mark.parametrize("verb", ["publish", "verify", "restore with deltas"])
 def test_a_process_keeps_nothing_of_a_verb(verb):
     (found,) = growth.campaign([verb], "small")
     assert found.verb.startswith(verb.split()[0])
     assert found.is_flat, growth.table([found])
 
 
-@pytest.mark.slow
+@pytest.mark.campaign
 def test_a_killed_copy_goes_on_where_it_was(tmp_path):
     # A process of its own: this one may know another server by the same URL.
     command = [sys.executable, "-m", "tests.campaigns.copies"]

@@ -2,10 +2,12 @@
 
 import dataclasses
 import json
+import runpy
 import sys
 import textwrap
 from pathlib import Path
 
+import jax
 import pytest
 from typer.testing import CliRunner
 
@@ -39,6 +41,7 @@ def words(text):
     return " ".join(text.split())
 
 
+@pytest.mark.slow
 def test_the_example_on_128_devices_is_told_in_one_sentence_and_by_the_kind_of_failure(plan):
     result = plan("", f"{EXAMPLE}:data_parallel", "--domains", "4")
     assert result.exit_code == 0, result.output
@@ -53,6 +56,11 @@ def test_the_example_on_128_devices_is_told_in_one_sentence_and_by_the_kind_of_f
     assert "full 1,458 107.8 GB 107.8 GB other domains hold all of it anyway" in said
     assert "one domain memory two domains memory in 4 of 6 cases, else storage" in said
     assert "A step sends 0 bytes for copies, and 18.0 GB to storage." in said
+
+
+def test_the_example_describes_2048_devices_too():
+    state, _ = runpy.run_path(str(EXAMPLE))["fsdp_tensor_parallel"]()
+    assert {leaf.sharding.mesh.size for leaf in jax.tree.leaves(state)} == {2048}
 
 
 RECORDED = f"""{STATE}

@@ -1,7 +1,7 @@
 """One process of several that save steps and restore them into other layouts, and back.
 
-Usage: layouts_worker.py layouts PROCESS PROCESSES PORT ROOT OUT DEVICES; the names of the rules
-stand beside ROOT, in the file ``names``.
+Usage: layouts_worker.py layouts PROCESS PROCESSES PORT ROOT OUT DEVICES; the kinds of
+steps and the names of the rules stand beside ROOT, in the files ``kinds`` and ``names``.
 """
 
 from __future__ import annotations
@@ -18,10 +18,13 @@ import adacheck_jax as adacheck
 from tests import support
 from tests.end_to_end import test_layouts as layouts
 
-NAMES = (Path(own.root).parent / "names").read_text().splitlines()
+CHOSEN, NAMES = (
+    (Path(own.root).parent / each).read_text().splitlines() for each in ("kinds", "names")
+)
 mesh = layouts.mesh_of(jax.device_count())
 
-for kind, (number, options) in layouts.KINDS.items():
+for kind in CHOSEN:
+    number, options = layouts.KINDS[kind]
     recorder = layouts.optimizer()
     step = layouts.train_step_of(recorder)
     made = functools.partial(layouts.train_state, recorder, layouts.initial_params())

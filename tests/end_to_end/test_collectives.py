@@ -14,6 +14,7 @@ WORKER = "tests.end_to_end.collectives_worker"
 
 
 @pytest.mark.slow
+@pytest.mark.first(1)
 @pytest.mark.parametrize("optimizer", ["adafactor", "adamw"])
 def test_a_comparison_that_adds_up_over_processes_is_waited_for(optimizer, tmp_path):
     launch(optimizer, 2, tmp_path / "root", tmp_path / "out", 2, WORKER)

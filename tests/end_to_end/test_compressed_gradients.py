@@ -108,6 +108,7 @@ def test_every_step_is_coded_and_restored_on_other_meshes(tmp_path, name, dtype,
         assert found.exit_code == 0, found.output
 
 
+@pytest.mark.slow
 def test_coded_steps_are_deferred_compacted_and_built_on(tmp_path):
     run = run_of(top_k, mesh_of((2, 2)))
     handler = adacheck.AdaCheckHandler(run.recorder)

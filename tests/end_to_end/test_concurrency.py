@@ -250,6 +250,7 @@ def test_several_threads_restore_at_once(tmp_path, restless):
     assert save.plan.decision.kind == "bits"
 
 
+@pytest.mark.slow
 def test_older_steps_are_restored_while_another_thread_saves(tmp_path, restless):
     """By another manager with the same handler: Orbax's restore joins the save's thread."""
     run = new_run()
@@ -363,7 +364,8 @@ def test_a_run_of_two_processes_is_preempted_while_it_saves(tmp_path, processes,
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("processes", [1, 2])
+@pytest.mark.first(1)
+@pytest.mark.parametrize("processes", [2, 1])
 def test_what_is_deferred_is_saved_when_a_run_is_told_to_end(tmp_path, processes):
     """Twice: the second run is resumed, so that its steps begin far from 0."""
     root, before = tmp_path / "run", 0

@@ -123,6 +123,7 @@ def test_a_step_between_bases_has_the_residual_of_the_last_one(tmp_path, delta, 
     assert "4 leaves stale" in CliRunner().invoke(app, ["verify", str(tmp_path)]).output
 
 
+@pytest.mark.slow
 def test_training_goes_on_from_a_stale_step_and_says_whose_residual_it_is(tmp_path):
     run, handler = run_of(mesh_of((2, 2)), max_deltas=6)
     with manager_of(tmp_path, handler) as manager:

@@ -77,7 +77,7 @@ class Training:
         return {**on_mesh, "rest": rest}
 
 
-@pytest.mark.first(1, slow=len(contexts.COVERING))
+@pytest.mark.first(0, slow=len(contexts.COVERING))
 @pytest.mark.parametrize("names", contexts.PAIRS, ids=" ".join)
 def test_a_run_goes_on_inside_contexts(tmp_path, names):
     assert contexts.unexpected(names, contexts.trial(names, tmp_path)) == {}

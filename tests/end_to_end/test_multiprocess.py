@@ -87,25 +87,25 @@ def test_a_lineage_goes_on_after_a_restart_of_all_processes(run_of_two):
 @pytest.mark.slow
 def test_a_lineage_goes_on_in_another_number_of_processes(tmp_path):
     root, saved = tmp_path / "run", {}
-    for n, (processes, devices) in enumerate([(2, 2), (1, 4), (4, 2), (2, 2)]):
+    for n, (processes, devices) in enumerate([(2, 2), (1, 4), (4, 2)]):
         launch("resume" if n else "save", processes, root, tmp_path / f"{n}", devices)
         steps = range(3 * n + 1, 3 * n + 4)
         saved |= {step: leaves(tmp_path / f"{n}-saved{step}.npz") for step in steps}
     base, *deltas = (each.manifest for each in roots.steps_of(root))
     assert isinstance(base, manifest.BaseManifest)
     assert all(isinstance(each, manifest.DeltaManifest) for each in deltas)
-    assert [len(each.packs) for each in deltas] == [2, 2, *[1] * 3, *[4] * 3, *[2] * 3]
-    assert [each.step for each in deltas if each.grids] == [4, 7, 10]
+    assert [len(each.packs) for each in deltas] == [2, 2, *[1] * 3, *[4] * 3]
+    assert [each.step for each in deltas if each.grids] == [4, 7]
     assert {each.checked for each in deltas} == {"full"}
     launch("restore-once", 2, root, tmp_path / "again", devices=4)
     assert {n: leaves(tmp_path / f"again-restored{n}.npz") for n in saved} == saved
-    for n in range(4):
+    for n in range(3):
         check(root, tmp_path / f"{n}", range(3 * n + 1, 3 * n + 4), devices=8)
-    compaction.compact(root, 8)
+    compaction.compact(root, 5)
     run = support.dict_run(support.mesh_of((2, 2)))
     with support.manager_of(root, adacheck.AdaCheckHandler(run.recorder)) as manager:
-        run.state = manager.restore(12, args=adacheck.RestoreArgs(support.abstract(run.state)))
-        run.count = 12
+        run.state = manager.restore(9, args=adacheck.RestoreArgs(support.abstract(run.state)))
+        run.count = 9
         support.save_steps(manager, run, 3)
     report = audit.verify_root(root, read_data=True, replay=True)
     assert (report.damaged_count, report.not_looked_at) == (0, ())

@@ -210,6 +210,7 @@ def test_frozen_leaves_are_written_once_for_all_bases(tmp_path):
     support.assert_same_bits(found, saved[9])
 
 
+@pytest.mark.slow
 def test_a_frozen_leaf_that_thaws_is_written_again(tmp_path):
     recorder, state, advance = frozen_run()
     handler = adacheck.AdaCheckHandler(recorder, max_deltas=1)
@@ -418,7 +419,8 @@ def test_a_process_that_fails_once_others_rely_on_it_fails_the_step_for_all(tmp_
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("process", [0, 2])
+@pytest.mark.first(1)
+@pytest.mark.parametrize("process", [2, 0])
 def test_no_process_waits_for_one_that_writes_no_base(tmp_path, process):
     for each in told_by(tmp_path, f"apart-{process}", 4):
         assert "4 processes did not decide alike" in each["told"]

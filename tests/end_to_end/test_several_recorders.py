@@ -147,7 +147,7 @@ def test_every_step_of_a_gan_is_a_delta_and_restores_exactly(tmp_path, name, sha
     assert_restores(tmp_path, gan, saved, adacheck.AdaCheckHandler(), [(1, 1), (4, 2)])
 
 
-@pytest.mark.first(1)
+@pytest.mark.first(0, slow=1)
 @pytest.mark.parametrize("name", SCHEDULES)
 def test_what_an_update_computes_is_replayed_and_not_stored(tmp_path, name):
     gan, schedule = Gan(mesh_of((1, 1))), SCHEDULES[name]

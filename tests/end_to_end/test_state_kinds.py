@@ -264,7 +264,7 @@ def test_what_comes_out_of_sums_in_a_fused_step_is_replayed_with_their_results(t
     assert others == [first] * (STEPS - 2)
 
 
-@pytest.mark.first(1)
+@pytest.mark.first(0, slow=1)
 @pytest.mark.parametrize("name", REDUCING)
 def test_an_optimizer_with_sums_in_a_program_of_its_own_is_replayed(tmp_path, name):
     save_and_check(tmp_path, recorded_run(REDUCING[name](), separate=True), "BRRRR")
@@ -604,7 +604,7 @@ def test_leaves_of_rare_kinds_come_back_as_they_were(tmp_path, kind):
         assert_comes_back(tmp_path, kind, KINDS[kind], "auto", True)
 
 
-@pytest.mark.first(1)
+@pytest.mark.first(0, slow=1)
 @IN_DELTAS
 def test_leaves_of_many_kinds_in_one_state_come_back_as_they_were(tmp_path, delta, has_recorder):
     assert_comes_back(tmp_path, "many", mixed, delta, has_recorder)

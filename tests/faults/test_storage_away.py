@@ -559,9 +559,8 @@ def test_nothing_of_a_step_that_has_its_name_stays_in_memory(tmp_path):
             assert not saved.save.own.is_whole
 
 
-@pytest.mark.parametrize(
-    "seed", [0, *(pytest.param(n, marks=pytest.mark.campaign) for n in range(1, 40))]
-)
+@pytest.mark.first(0, slow=1)
+@pytest.mark.parametrize("seed", range(40))
 def test_whatever_happens_no_step_is_lost(seed, tmp_path, monkeypatch):
     """Saves and records while one point or another refuses or hangs, in any order."""
     chance = random.Random(seed)
@@ -597,11 +596,12 @@ def test_whatever_happens_no_step_is_lost(seed, tmp_path, monkeypatch):
     loop.check()
 
 
-@pytest.mark.slow
-def test_the_campaign_of_outages_finds_no_harm(capfd):
-    command = [sys.executable, "-m", "tests.campaigns.outages", "--count", "2", "--seconds", "1"]
-    kinds = ["--kinds", "disk hangs", "disk refuses", "--json"]
+@pytest.mark.first(0, slow=1)
+@pytest.mark.parametrize("kind", ["disk hangs", "disk refuses"])
+def test_the_campaign_of_outages_finds_no_harm(kind, capfd):
+    command = [sys.executable, "-m", "tests.campaigns.outages", "--count", "1", "--seconds", "1"]
+    kinds = ["--kinds", kind, "--json"]
     assert subprocess.run([*command, *kinds], check=False).returncode == 0
     found = json.loads(capfd.readouterr().out)
     if "not_tried" not in found:
-        assert [each["harmed"] + each["errors"] for each in found["trials"]] == [[], []]
+        assert [each["harmed"] + each["errors"] for each in found["trials"]] == [[]]

@@ -70,7 +70,7 @@ def check(path: Path, lost: tuple[int, ...] = (), root: str = "") -> dict[int, l
     return held
 
 
-@pytest.mark.first(0, slow=4)
+@pytest.mark.first(0, slow=2)
 @pytest.mark.parametrize("mode", REFUSED)
 def test_what_storage_refuses_one_process_all_write_again(mode, tmp_path):
     found, first = run_of(mode, tmp_path), 5 if "base" in mode else 3
@@ -82,7 +82,7 @@ def test_what_storage_refuses_one_process_all_write_again(mode, tmp_path):
     assert [held[first], held[first + 2]] == [[first], [first + 1, first + 2]]
 
 
-@pytest.mark.first(0, slow=2)
+@pytest.mark.first(0, slow=1)
 @pytest.mark.parametrize("mode", HUNG)
 def test_what_hangs_in_one_process_does_not_stop_the_loop(mode, tmp_path):
     found, first = run_of(mode, tmp_path), 5 if "base" in mode else 3

@@ -270,7 +270,7 @@ def test_a_host_that_computes_other_bits_keeps_records_from_the_next_base_on(
     assert_same(found[1], saved[8])
 
 
-@pytest.mark.first(1, slow=2)
+@pytest.mark.first(0, slow=2)
 @pytest.mark.parametrize("name", ["adafactor", "muon"])
 def test_an_update_that_the_host_cannot_compute_is_recovered(root, memory, name):
     tx = {"adafactor": optax.adafactor(1e-2, min_dim_size_to_factor=4), "muon": None}[name]

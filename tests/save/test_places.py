@@ -47,7 +47,7 @@ def test_a_change_of_memory_costs_nothing(tmp_path, optimizer, options):
     assert outcome.kinds == "B" + ("D" if options == "bits" else "R") * 7
 
 
-@pytest.mark.first(0, slow=2)
+@pytest.mark.first(0, slow=1)
 @pytest.mark.parametrize("seed", [1, 4, 10, 109, 6, 302, *range(20, 60)])
 def test_every_step_of_a_run_that_changes_at_any_time_is_restored(tmp_path, seed):
     outcome = places.run(Plan.drawn(seed, 12 if seed in (1, 4) else 24), tmp_path)

@@ -86,6 +86,7 @@ def retained(tmp_path: Path) -> Any:
 
 
 @pytest.mark.slow
+@pytest.mark.first(1)
 @pytest.mark.parametrize("kind", ["gcs", "s3"])
 def test_a_run_moves_to_a_bucket_and_back_and_goes_on_in_each(saved, tmp_path, request, kind):
     root, target, states = saved

@@ -90,6 +90,7 @@ def _places(leaf: jax.Array) -> set[int]:
     return {shard.data.unsafe_buffer_pointer() for shard in leaf.addressable_shards}
 
 
+@pytest.mark.slow
 def test_the_run_goes_on_and_every_step_is_saved(plain_run, tmp_path):
     root, _ = plain_run
     recorder, wanted = target()

@@ -103,6 +103,7 @@ def test_every_step_has_the_bits_of_training(name, dtype, monkeypatch):
             )
 
 
+@pytest.mark.slow
 def test_boxes_that_do_not_meet_cannot_be_computed():
     states, update = trained(optax.adamw(1e-2), jnp.float32, 0)
     structure = states[0].structure

@@ -104,7 +104,7 @@ def filtered_run(tx, steps=3, *, as_argument=False):
     return net, state
 
 
-@pytest.mark.covering(1, quick=1)
+@pytest.mark.covering(1, quick=0)
 @pytest.mark.parametrize("chained", [False, True])
 @pytest.mark.parametrize("as_argument", [False, True])
 def test_equinox_trains_with_a_recorder_as_with_what_it_wraps(chained, as_argument):

@@ -130,7 +130,7 @@ def test_a_replay_adds_nothing_up_and_gives_the_bits():
     [((4, 2), AxisType.Explicit), ((1,), AxisType.Auto), ((4, 2), AxisType.Auto)],
     ids=str,
 )
-@pytest.mark.first(2, slow=3)
+@pytest.mark.first(1, slow=3)
 def test_words_lie_on_all_devices_alike(shape, axes):
     run = support.dict_run(mesh_of(shape, axes), SUMS["adafactor"])
     for _ in range(2):
@@ -204,6 +204,7 @@ def test_a_run_of_a_release_that_recorded_other_results_or_none_goes_on(
     assert manifest_file.read(tmp_path / "4" / "default").has_update
 
 
+@pytest.mark.slow
 def test_results_that_are_not_those_of_the_update_are_found(tmp_path, caplog):
     """Edited by hand, they are consumed by a replay that gives another state than was trained."""
     run = support.dict_run(mesh_of((4, 2)), SUMS["clip"])

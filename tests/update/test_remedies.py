@@ -91,7 +91,7 @@ def test_lbfgs_inside_a_recorder_says_how_to_save_it(tmp_path, caplog):
                          "AdaCheckHandler(delta='bits').")  # fmt: skip
 
 
-@pytest.mark.slow
+@pytest.mark.campaign
 def test_lbfgs_without_a_recorder_is_saved_as_differences(tmp_path):
     handler = adacheck.AdaCheckHandler(delta="bits")
     save_and_restore(tmp_path, handler, line_search_run(lbfgs()), 3)

@@ -99,7 +99,7 @@ class Model(nnx.Module):
         return self.second(jnp.tanh(self.first(x)))
 
 
-@pytest.mark.first(1, slow=2)
+@pytest.mark.first(0, slow=2)
 @pytest.mark.parametrize("form", ["state", "optimizer"])
 def test_an_nnx_optimizer_and_an_nnx_state_are_taken(tmp_path, form):
     recorder = adacheck.Recorder(REDUCING["clip inside"])

@@ -58,7 +58,7 @@ def test_a_negative_step_is_refused(tmp_path):
 
 
 @pytest.mark.first(1)
-@pytest.mark.parametrize("form", [support.linen_run, support.nnx_run, dict_run])
+@pytest.mark.parametrize("form", [dict_run, support.linen_run, support.nnx_run])
 def test_every_step_loads_bit_exact_on_every_mesh(tmp_path, form):
     run = form(mesh_of((4, 2)))
     handler = adacheck.AdaCheckHandler(run.recorder, max_deltas=2)
