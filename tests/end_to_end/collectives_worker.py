@@ -5,7 +5,7 @@ Usage: collectives_worker.py OPTIMIZER[-apart] PROCESS PROCESSES PORT ROOT OUT D
 Trains with arrays cut over all devices, and has a second copy of the state on them. Some steps are
 recorded, the others saved. Writes how many comparisons began, and ended, in a call of the training
 loop's, and how many behind its back; restores every step, and compares it with what was saved. With
-``-apart`` process 1 saves step 5, and records step 7, with a leaf more; errors are written too.
+``-apart`` process 1 has a leaf more at steps 5 and 7; errors are written too.
 """
 
 from __future__ import annotations

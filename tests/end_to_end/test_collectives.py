@@ -31,4 +31,6 @@ def test_processes_that_do_not_compare_alike_all_raise(tmp_path):
     launch("adafactor-apart", 2, tmp_path / "root", tmp_path / "out", 2, WORKER)
     for process in range(2):
         found = json.loads((tmp_path / f"out-{process}.json").read_text())
-        assert {*found} == {"waited for", "step 6: True"}  # of step 5, whose save had returned
+        # Of step 5, whose save had returned; and of step 7, which none records behind a save that
+        # failed, and all save: as bases of states that differ.
+        assert {*found} == {"waited for", "step 6: True", "step 8: False"}
