@@ -27,7 +27,7 @@ from adacheck_jax.adapter.stock import descriptions
 from adacheck_jax.errors import IntegrityError
 from adacheck_jax.restore import base_reader
 from adacheck_jax.restore.deltas.delta_reader import DeltaReader
-from adacheck_jax.save.saver import Saver
+from adacheck_jax.save.resuming import Resumer
 from adacheck_jax.store.steps import lookup
 from adacheck_jax.store.steps.lineage import Lineage
 from tests import support
@@ -93,7 +93,7 @@ RESTORES = {
     "collective": (DeltaReader, "read_many", damaged, 1),
     "once": (descriptions, "damaged_descriptions", damaged),
     "bits": (restoring, "_info", damaged),
-    "followed": (Saver, "follow", MemoryError("too little here")),
+    "followed": (Resumer, "follow", MemoryError("too little here")),
     "skipped": (DeltaReader, "read_many", damaged, 1),
 }
 with adacheck.checkpoint_manager(own.root, run.recorder, max_to_keep=None) as manager:
