@@ -345,6 +345,21 @@ class TestLikeStandard:
         assert restored["params"]["scale"].dtype == jnp.bfloat16
         assert any(restored["params"]["scale"] == leaf.astype(jnp.bfloat16) for leaf in scales)
 
+    def test_a_state_that_loses_precision_is_told_of(self, tmp_path, caplog):
+        state = {"m": jnp.ones(4), "n": jnp.ones(4, jnp.bfloat16), "k": jnp.arange(3)}
+        with manager_of(tmp_path, adacheck.AdaCheckHandler(delta="bits")) as manager:
+            manager.save(0, args=adacheck.SaveArgs(state))
+            manager.wait_until_finished()
+            asked = {**state, "m": state["n"], "n": state["m"]}
+            narrow = manager.restore(0, args=adacheck.RestoreArgs(asked))
+            assert [narrow[x].dtype.name for x in "mnk"] == ["bfloat16", "float32", "int32"]
+            (told,) = [x for x in caplog.messages if "asks for less precision" in x]
+            assert "leaves (1) are rounded: m (float32 as bfloat16)" in told
+            caplog.clear()
+            part = {**asked, "k": ocp.PLACEHOLDER}
+            manager.restore(0, args=adacheck.RestoreArgs(part))
+        assert not [x for x in caplog.messages if "asks for less precision" in x]
+
     def test_a_cast_at_save_of_a_trained_leaf_makes_bases(self, tmp_path):
         run = support.dict_run(mesh_of((4, 2)))
         with manager_of(tmp_path, adacheck.AdaCheckHandler(run.recorder)) as manager:

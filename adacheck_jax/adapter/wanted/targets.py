@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import logging
 from collections.abc import Iterator, Mapping
 from collections.abc import Set as AbstractSet
 from typing import Any
@@ -21,6 +22,8 @@ from adacheck_jax.store.steps.lineage import Lineage
 from adacheck_jax.store.storage.location import AnyPath
 from adacheck_jax.update import program as update_program
 from adacheck_jax.update.recorder_state import consumed_leaf, is_result
+
+_log = logging.getLogger(__name__)
 
 
 class Target:
@@ -46,7 +49,7 @@ class Target:
         where: AnyPath,
         shardings_damage: AdaCheckError | None = None,
     ) -> None:
-        self._args = args
+        self._args, self._where = args, where
         self._shardings_damage = shardings_damage
         self._specs = {leaf.path: leaf for leaf in base.leaves}
         self._saved_tree = saved_tree
@@ -238,8 +241,28 @@ class Target:
                 value = leaves[consumed_leaf(path)]
             every[path] = value if sharding is None else jax.device_put(value, sharding)
         asked = self._wanted | self._consumed
+        self._tell_narrowed(every, asked)
         finished = (self._finish(every.get(path), asked[path]) for path in self._paths)
         return trees.unflatten(self._treedef, finished)
+
+    def _tell_narrowed(self, leaves: Mapping[str, Any], asked: Mapping[str, Any]) -> None:
+        """Warns where a whole state is asked for, some of it with less precision than it has."""
+        if any(asked[path] is ocp.PLACEHOLDER for path in self._paths):
+            return  # params to be used, and not a run to go on with
+        narrowed = list[str]()
+        for path in self._paths:
+            value, wanted = leaves.get(path), asked[path]
+            if hasattr(value, "dtype") and hasattr(wanted, "dtype") and not transfer.is_key(value):
+                saved, dtype = value.dtype, trees.dtype_of(wanted)
+                if saved != dtype and jnp.promote_types(saved, dtype) != dtype:
+                    narrowed.append(f"{path} ({saved} as {dtype})")
+        if narrowed:
+            _log.warning(
+                "%s: the abstract state asks for less precision than was saved, so leaves (%d) "
+                "are rounded: %s. To go on with the bits that were saved, ask for the types of a state "
+                "that was trained: an optimizer may change those of init at its first step.",
+                *(self._where, len(narrowed), ", ".join(narrowed[:5])),
+            )
 
     def _finish(self, value: Any, wanted: Any) -> Any:
         if wanted is ocp.PLACEHOLDER:
