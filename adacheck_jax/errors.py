@@ -10,6 +10,7 @@
     │   └── StepDeletedError   it was deleted while it was read; also a FileNotFoundError
     ├── IntegrityError   stored bits are not the bits that were saved
     ├── ReplicaError     replicas that are declared equal are not
+    ├── DifferingCallsError  processes did not call alike
     ├── ReplayError      replaying an update does not give the state that was trained
     ├── FormatError      a file is not what this version of the library can read
     └── StorageError     a place cannot be written, or not be read; what is there may be whole
@@ -27,6 +28,7 @@ from collections.abc import Iterator, Sequence
 
 __all__ = [
     "AdaCheckError",
+    "DifferingCallsError",
     "FormatError",
     "IntegrityError",
     "LineageError",
@@ -52,6 +54,10 @@ class MismatchError(AdaCheckError, ValueError):
 
     A ``ValueError`` too, as stock Orbax raises it.
     """
+
+
+class DifferingCallsError(AdaCheckError):
+    """Processes of one job did not make the same calls: neither was done."""
 
 
 class LineageError(AdaCheckError):

@@ -30,7 +30,7 @@ import jax
 import orbax.checkpoint as ocp
 
 from adacheck_jax import errors
-from adacheck_jax.adapter.coordination.calls import Calls, DifferingCallsError, Told
+from adacheck_jax.adapter.coordination.calls import Calls, Told
 from adacheck_jax.adapter.coordination.service import (
     ROOM,
     Client,
@@ -39,7 +39,13 @@ from adacheck_jax.adapter.coordination.service import (
     packed,
     unpacked,
 )
-from adacheck_jax.errors import AdaCheckError, ReplayError, StorageError, first_line
+from adacheck_jax.errors import (
+    AdaCheckError,
+    DifferingCallsError,
+    ReplayError,
+    StorageError,
+    first_line,
+)
 from adacheck_jax.save.attempt import Report
 from adacheck_jax.save.one_save import is_refusal
 

@@ -22,10 +22,10 @@ import adacheck_jax as adacheck
 from adacheck_jax.adapter import processes
 from adacheck_jax.adapter.away import lockstep
 from adacheck_jax.adapter.away.lockstep import Lockstep
-from adacheck_jax.adapter.coordination.calls import Calls, DifferingCallsError
+from adacheck_jax.adapter.coordination.calls import Calls
 from adacheck_jax.adapter.coordination.service import Patience
 from adacheck_jax.adapter.processes import Processes
-from adacheck_jax.errors import AdaCheckError, MismatchError
+from adacheck_jax.errors import AdaCheckError, DifferingCallsError, MismatchError
 from tests import support
 from tests.adapter.memory_service import MemoryService
 from tests.processes import launch, leaves

@@ -5,9 +5,10 @@ Usage: away_worker.py POINT-WHERE-WHAT[-OPTION] PROCESS PROCESSES PORT ROOT OUT 
 At POINT (a key of ``test_storage_away.POINTS``) storage of process WHERE, or of all, refuses or
 hangs. OPTION is base: the save that fails is one; close: nobody waits before the manager is closed;
 late: Orbax waits in vain for a directory; full: process 1 has no memory for steps; broken: a save
-fails for another reason; crash: process 1 leaves the loop by an error. ``any-SEED-at-random`` has
-storage leave at any point of any process, again and again. Writes the states that were saved, and
-what the process found.
+fails for another reason; crash: process 1 leaves the loop by an error; leaf: process 1 is given a
+leaf that cannot be kept; left: process 1 closes its manager, and process 0 saves.
+``any-SEED-at-random`` has storage leave at any point of any process, again and again. Writes the
+states that were saved, and what the process found.
 """
 
 from __future__ import annotations
@@ -68,12 +69,16 @@ meet = multihost_utils.sync_global_devices
 def step(count: int = 1) -> None:
     for _ in range(count):
         run.advance()
-        try:
-            assert manager.save(run.count, args=adacheck.SaveArgs(run.state))
-        except adacheck.AdaCheckError as error:
-            found["errors"][run.count] = f"{type(error).__name__}: {error}"
+        try_to_save(run.state)
         found["by step"][run.count] = kept()
         write(run.state, f"saved{run.count}")
+
+
+def try_to_save(state: Any) -> None:
+    try:
+        assert manager.save(run.count, args=adacheck.SaveArgs(state))
+    except adacheck.AdaCheckError as error:
+        found["errors"][run.count] = f"{type(error).__name__}: {error}"
 
 
 def kept() -> list[int]:
@@ -141,6 +146,22 @@ def broken() -> None:
     step()
 
 
+def odd() -> None:
+    """Process 1 alone is given a leaf that cannot be kept."""
+    run.advance()
+    try_to_save({**run.state, "odd": object()} if own.process else run.state)
+
+
+def left() -> None:
+    """Storage is back, and process 1 has left the loop."""
+    come_back()
+    run.advance()
+    if own.process:
+        manager.close()
+    else:
+        try_to_save(run.state)
+
+
 def at_random() -> None:
     """Storage leaves and comes back as all processes choose alike."""
     outage.PATIENCE_S, outage._SLOWER = 0.0, 0.0
@@ -187,7 +208,11 @@ with manager:
         step(5)
         found["kept"] = kept()
         time.sleep(3 if "late" in options else 0)
-    if "crash" in options:
+    if "leaf" in options:
+        odd()
+    if "left" in options:
+        left()
+    elif "crash" in options:
         try:
             if own.process == 0:
                 time.sleep(6)

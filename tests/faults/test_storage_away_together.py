@@ -142,6 +142,27 @@ def test_what_is_lost_is_raised_in_all_processes(tmp_path):
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("mode", ["pack-1-refuse-leaf", "pack-0-hang-leaf"])
+def test_a_step_that_one_process_cannot_keep_is_an_error_in_all(mode, tmp_path):
+    told = [[*each["errors"].values()] for each in run_of(mode, tmp_path)]
+    (other,), (own,) = told
+    assert own.startswith("MismatchError: Unsupported")
+    assert other.startswith("AdaCheckError: process 1 could not call save(")
+    assert "Unsupported" in other
+    check(tmp_path)
+
+
+@pytest.mark.slow
+def test_what_all_keep_is_written_where_one_process_closes_and_the_others_save(tmp_path):
+    launch("pack-1-refuse-left", 2, tmp_path / "root", tmp_path / "out", 1, WORKER)
+    errors = json.loads((tmp_path / "out-found0").read_text())["errors"]
+    ((step, told),) = errors.items()
+    assert told.startswith("DifferingCallsError: ")
+    assert f"save({step}) in process 0 where process 1 called close()" in told
+    check(tmp_path)
+
+
+@pytest.mark.slow
 def test_a_manager_that_one_process_closes_waits_for_the_others_a_while(tmp_path):
     for each in run_of("pack-1-refuse-crash", tmp_path):
         assert "expected to hear of process 0" in each["errors"]["close"]

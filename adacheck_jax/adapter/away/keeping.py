@@ -31,10 +31,9 @@ from adacheck_jax.adapter.away import outage as outages
 from adacheck_jax.adapter.away.deciding import Action, Flight, StorageFacts, decide
 from adacheck_jax.adapter.away.ending import EndingManager
 from adacheck_jax.adapter.away.looking import Look
-from adacheck_jax.adapter.coordination.calls import DifferingCallsError
 from adacheck_jax.adapter.handler import AdaCheckHandler
 from adacheck_jax.adapter.inputs import expected_step
-from adacheck_jax.errors import AdaCheckError, StorageError, first_line
+from adacheck_jax.errors import AdaCheckError, DifferingCallsError, StorageError, first_line
 from adacheck_jax.save.attempt import Report
 from adacheck_jax.save.line.kept import KeptSteps
 from adacheck_jax.save.one_save import is_refusal
@@ -202,16 +201,19 @@ class AdaCheckManager(EndingManager):
             is_recorded = run.record_step(args.state, step, away_bytes=self._room_bytes)
         except Exception as error:
             wrong = error
-        told = self._together.agreed(
-            {"is_kept": is_recorded, "room_bytes": self._kept().most_bytes}, _by_all
-        )
-        self._room_bytes = told["room_bytes"]
-        if wrong is not None:
-            raise wrong
+        own = {"is_kept": is_recorded, "room_bytes": self._kept().most_bytes}
+        told: Report = {"is_kept": False}
+        try:
+            told = self._together.agreed(own, _by_all, wrong, f"call save({step})")
+            self._room_bytes = told["room_bytes"]
+        except BaseException:  # another process may have recorded it
+            self._has_gap = jax.process_count() > 1
+            raise
+        finally:
+            if is_recorded and not told["is_kept"] and (keeper := self._keeper) is not None:
+                keeper.take_back()
         if told["is_kept"]:
             self._promise(step)
-        elif is_recorded and (keeper := self._keeper) is not None:
-            keeper.take_back()
         return told["is_kept"]
 
     def _promise(self, step: int) -> None:
@@ -336,7 +338,11 @@ class AdaCheckManager(EndingManager):
         Raises:
             StorageError: storage refuses it, also after a pause as long as there is time.
         """
-        self._join()
+        try:
+            self._join()
+        except DifferingCallsError:
+            if not until_s:
+                raise
         if until_s and self._together.calls.error:
             self._keep_common()
         is_told = False  # Orbax may tell of an earlier error when a save begins
@@ -412,6 +418,7 @@ class AdaCheckManager(EndingManager):
             return
         self._join()
         if self._promised >= 0:
+            self._together.calls.note("wait_until_finished()")
             self._write_kept()
 
     def close(self) -> None:
@@ -424,6 +431,8 @@ class AdaCheckManager(EndingManager):
         try:
             if self._outage is not None:
                 self._together.longest_s = outages.CLOSING_S
+                with contextlib.suppress(DifferingCallsError):  # which it finds again
+                    self._together.calls.note("close()")
                 self._write_kept(until_s=time.monotonic() + outages.CLOSING_S)
         finally:
             self._outage, self._is_closed = None, True

@@ -24,7 +24,7 @@ from adacheck_jax.adapter import processes
 from adacheck_jax.adapter.coordination.calls import Calls
 from adacheck_jax.adapter.inputs import expect_same
 from adacheck_jax.adapter.processes import ServiceExchange
-from adacheck_jax.errors import AdaCheckError
+from adacheck_jax.errors import AdaCheckError, DifferingCallsError
 from adacheck_jax.save.attempt import Report
 
 _COMMIT, _RESTORE = "commit", "restore"
@@ -108,11 +108,11 @@ class Lockstep:
                 exchange.meet(topic, own, ())
             decision = exchange.hear(topic)
             if call:
-                exchange.compare(0, decision["calls"])
+                self._compare(exchange, decision)
                 exchange.meet(topic, None, others[1:] if are_few else ())
             return decision
         try:
-            decision = decide() | ({"calls": own} if call else {})
+            decision = decide() | {"calls": own}
             if are_few:
                 exchange.tell(topic, decision)
             exchange.meet(topic, None, others)
@@ -166,20 +166,56 @@ class Lockstep:
                 self._restored.forget()
             self._restored = exchange
 
-    def agreed(self, own: Report, judge: Callable[[Sequence[Report]], Report]) -> Report:
+    def agreed(
+        self,
+        own: Report,
+        judge: Callable[[Sequence[Report]], Report],
+        wrong: Exception | None = None,
+        what: str = "",
+    ) -> Report:
         """The answer to the reports of all processes.
 
+        Args:
+            own: report of this process.
+            judge: gives the answer.
+            wrong: error of this process, to be raised in its place, and told to the others.
+            what: name of what it could not do then.
+
         Raises:
-            AdaCheckError: a process is gone, or reports nothing in time.
+            DifferingCallsError: another process makes another call.
+            AdaCheckError: a process is gone, reports nothing in time, or has failed.
         """
         topic, exchange = self._next()
+        if wrong is not None:
+            if exchange is not None:
+                exchange.fail(topic, wrong, what)
+            raise wrong
         if exchange is None:
             return judge([own])
+
+        def judged(reports: Sequence[Report]) -> Report:
+            for process, report in enumerate(reports):
+                self._compare(exchange, report, process)
+            return judge(reports) | {"calls": self.calls.told()}
+
         try:
-            return exchange.agree(topic, own, judge)
+            answer = exchange.agree(topic, own | {"calls": self.calls.told()}, judged)
+            self._compare(exchange, answer)
+            return answer
+        except DifferingCallsError:
+            raise  # who comes later finds that too
         except AdaCheckError as error:
             exchange.fail(topic, error, "wait any longer")  # who comes later does not go on alone
             raise
+
+    def _compare(self, exchange: ServiceExchange, told: Report, process: int = 0) -> None:
+        """Compares the calls that a process told with those of this one, if they have to be alike.
+
+        Raises:
+            DifferingCallsError: they differ.
+        """
+        if self._are_alike:
+            exchange.compare(process, told["calls"])
 
     def commit(self, longest_s: float, committed: Callable[[], Report]) -> Report:
         """Has the others wait until process 0 has committed the save in flight; what it tells.

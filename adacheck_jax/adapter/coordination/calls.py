@@ -12,17 +12,13 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Callable, Iterator, Sequence
 
-from adacheck_jax.errors import AdaCheckError
+from adacheck_jax.errors import DifferingCallsError
 
 _TOLD = 32
 """Number of the last calls that are told and compared."""
 
 Told = tuple[int, Sequence[str]]
 """Number of all calls of a process, and the last ones of them."""
-
-
-class DifferingCallsError(AdaCheckError):
-    """Processes did not call alike."""
 
 
 class Calls:

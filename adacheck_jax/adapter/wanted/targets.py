@@ -251,7 +251,8 @@ class Target:
             return  # params to be used, and not a run to go on with
         narrowed = list[str]()
         for path in self._paths:
-            value, wanted = leaves.get(path), asked[path]
+            value: Any = leaves.get(path)
+            wanted = asked[path]
             if hasattr(value, "dtype") and hasattr(wanted, "dtype") and not transfer.is_key(value):
                 saved, dtype = value.dtype, trees.dtype_of(wanted)
                 if saved != dtype and jnp.promote_types(saved, dtype) != dtype:
@@ -259,8 +260,8 @@ class Target:
         if narrowed:
             _log.warning(
                 "%s: the abstract state asks for less precision than was saved, so leaves (%d) "
-                "are rounded: %s. To go on with the bits that were saved, ask for the types of a state "
-                "that was trained: an optimizer may change those of init at its first step.",
+                "are rounded: %s. To go on with the bits that were saved, ask for the types of a "
+                "state that was trained: an optimizer may change those of init at its first step.",
                 *(self._where, len(narrowed), ", ".join(narrowed[:5])),
             )
 
