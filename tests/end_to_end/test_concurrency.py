@@ -233,7 +233,7 @@ def test_several_threads_restore_at_once(tmp_path, restless):
     with manager_of(tmp_path, adacheck.AdaCheckHandler(delta="bits")) as manager:
         for step, state in enumerate(states):
             manager.save(step, args=adacheck.SaveArgs(state))
-    followed = Saver({}, Options(delta="bits", compression="none")).resumer
+    saver = Saver({}, Options(delta="bits", compression="none"))
     restored = [lookup.resolve(tmp_path / str(step) / "default") for step in range(4)]
 
     together = threading.Barrier(4)
@@ -241,12 +241,13 @@ def test_several_threads_restore_at_once(tmp_path, restless):
     def follow(step):
         together.wait()
         for _ in range(200):
-            followed.follow(restored[step], step, [states[step]["x"]], states[step], {}, None)
+            x = [states[step]["x"]]
+            saver.resumer.follow(restored[step], step, x, states[step], {}, None)
 
     with ThreadPoolExecutor(4) as threads:
         assert list(threads.map(follow, range(4))) == [None] * 4
     after = {"x": np.full(8, 4)}
-    save = followed.begin(tmp_path / "4" / "default", 4, after, None)
+    save = saver.begin(tmp_path / "4" / "default", 4, after, None)
     assert save.plan.decision.kind == "bits"
 
 
