@@ -102,7 +102,8 @@ class AdaCheckManager(EndingManager):
             if is_called:
                 self._together.begin()
                 self._together.decided(dict, f"save({step})", check)
-            check()
+            else:
+                check()
             return save(is_called or force)
         self._saving_thread = threading.get_ident()
         is_ours = isinstance(args, SaveArgs) and not any(each is not None for each in given)
