@@ -21,7 +21,7 @@ from adacheck_jax.store.steps import roots
 from adacheck_jax.store.steps.marks import FINALIZED, IN_PLACE
 from adacheck_jax.store.storage.location import AnyPath, at
 
-_MOMENT_S = 0.02
+MOMENT_S = 0.02
 """Longest time that the caller's thread has to itself, before a share is written."""
 _LOOK_S = 1.0
 """Time after which one of several processes looks why there is no directory to write into."""
@@ -85,7 +85,7 @@ async def _written(
 ) -> None:
     """Write this process's share of a save, once all signs are given or a moment has passed."""
     is_writing.set()
-    until_s = time.monotonic() + _MOMENT_S
+    until_s = time.monotonic() + MOMENT_S
     for each in signs:
         each.wait(max(until_s - time.monotonic(), 0.0))
     if at(directory).on_file_system and roots.is_written_in_place(directory):

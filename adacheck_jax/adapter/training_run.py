@@ -71,7 +71,7 @@ class Begun:
         begin_s: reading of the clock when the caller called.
         together: exchange of the processes that begin it; None if there is none.
         is_again: True if it writes what storage refused before.
-        returned_s: reading of the clock when the rest was left to the background.
+        returned_s: reading of the clock when the rest was left to the background; 0 before.
         entries: arrays of a base that Orbax left to this library, by leaf path.
         names: the same as they are stored.
     """
@@ -94,6 +94,30 @@ class Begun:
     def exchange(self) -> Exchange | None:
         """Exchange with the other processes; None if there is none."""
         return self.save.attempt.exchange
+
+
+@dataclass(frozen=True, slots=True)
+class PreparedSave:
+    """State of a save that was begun, but not in Orbax yet: another thread does that.
+
+    Attributes:
+        begun: the save.
+        stored: the state as it is to be stored, with the arguments for Orbax.
+    """
+
+    begun: Begun
+    stored: SaveArgs
+
+    def into(self, directory: AnyPath) -> tuple[Begun, SaveArgs]:
+        """The save, once Orbax makes its directory.
+
+        Raises:
+            AdaCheckError: it was begun for another one.
+        """
+        if (final := roots.committed_path(directory)) != self.begun.final:
+            raise AdaCheckError(f"{final}: expected {self.begun.final}. The step is not saved.")
+        directories.check_writable(directory)
+        return self.begun, self.stored
 
 
 class TrainingRun:
@@ -178,6 +202,8 @@ class TrainingRun:
             The save, and the state as it is to be stored with the arguments for Orbax.
         """
         self._process.enter()
+        if isinstance(args.state, PreparedSave):
+            return args.state.into(directory)
         final, begin_s = roots.committed_path(directory), self._clock()
         exchange = processes.exchange(final)  # before anything is refused in one process alone
         together = exchange and exchange.watching(self.calls)
@@ -199,6 +225,17 @@ class TrainingRun:
         except BaseException:
             self.note_gap(is_lost=exchange is not None and args.state is not KEPT)
             raise
+
+    def prepare(self, final: AnyPath, args: SaveArgs) -> PreparedSave:
+        """Begin a save, of which :meth:`begin` is told later; by a process alone.
+
+        ``final`` is the directory of the item once it is committed.
+        """
+        begun, stored = self.begin(final, lambda: roots.place_of(final, in_step=True), args)
+        if not begun.save.is_base:
+            begun.returned_s = self._clock()
+            stored = dataclasses.replace(stored, state=None)  # which may be donated
+        return PreparedSave(begun, stored)
 
     def note_gap(self, *, is_lost: bool = False) -> None:
         """Notes that the save of a step was refused; ``is_lost`` if others may have begun it."""
@@ -266,7 +303,7 @@ class TrainingRun:
             raise
         futures.append(ShareFuture(save, directory, layout, self.left))
         saver.returns()
-        begun.returned_s = self._clock()
+        begun.returned_s = begun.returned_s or self._clock()
         return futures
 
     async def _write_base(

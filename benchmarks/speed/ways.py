@@ -53,14 +53,14 @@ class _Rooted:
         return new_bytes(self._root / str(step))
 
 
-class Managed(_Rooted):
-    """A handler in an Orbax manager."""
+class _Managed(_Rooted):
+    """An Orbax manager."""
 
-    def __init__(self, root: Path, handler: Any, args_of: Callable[[Any], Any]) -> None:
+    def __init__(
+        self, root: Path, manager: ocp.CheckpointManager, args_of: Callable[[Any], Any]
+    ) -> None:
         super().__init__(root)
-        options = ocp.CheckpointManagerOptions(max_to_keep=2)
-        self.manager = ocp.CheckpointManager(root, item_handlers=handler, options=options)
-        self._args_of = args_of
+        self.manager, self._args_of = manager, args_of
 
     def save(self, step: int, state: Any) -> None:
         self.manager.save(step, args=self._args_of(state))
@@ -70,6 +70,23 @@ class Managed(_Rooted):
 
     def close(self) -> None:
         self.manager.close()
+
+
+class Managed(_Managed):
+    """A handler in an Orbax manager."""
+
+    def __init__(self, root: Path, handler: Any, args_of: Callable[[Any], Any]) -> None:
+        options = ocp.CheckpointManagerOptions(max_to_keep=2)
+        manager = ocp.CheckpointManager(root, item_handlers=handler, options=options)
+        super().__init__(root, manager, args_of)
+
+
+class Ours(_Managed):
+    """The manager that the library makes."""
+
+    def __init__(self, root: Path, recorder: adacheck.Recorder, **options: Any) -> None:
+        manager = adacheck.checkpoint_manager(root, recorder, max_to_keep=2, **options)
+        super().__init__(root, manager, adacheck.SaveArgs)
 
 
 class VersionOne(_Rooted):
@@ -192,10 +209,11 @@ def all_ways(root: Path, recorder: adacheck.Recorder, saves: int) -> dict[str, C
     """
 
     def ours(name: str, **options: Any) -> Callable[[], Way]:
+        return lambda: Ours(root / name, recorder, **options)
+
+    def handled(name: str, **options: Any) -> Callable[[], Way]:
         return lambda: Managed(
-            root / name.replace(" ", "_"),
-            adacheck.AdaCheckHandler(recorder, **options),
-            adacheck.SaveArgs,
+            root / name, adacheck.AdaCheckHandler(recorder, **options), adacheck.SaveArgs
         )
 
     def stock(name: str, handler: Callable[[], Any], args: Any) -> Callable[[], Way]:
@@ -206,6 +224,7 @@ def all_ways(root: Path, recorder: adacheck.Recorder, saves: int) -> dict[str, C
 
     ways: dict[str, Callable[[], Way]] = {
         DELTA: ours(DELTA, max_deltas=saves),
+        "delta, Orbax's own manager": handled("delta_handled", max_deltas=saves),
         "delta, compression small": ours("delta_small", max_deltas=saves, compression="small"),
         BASE: ours(BASE, max_deltas=0),
         "base, compression fast": ours("base_fast", max_deltas=0, compression="fast"),

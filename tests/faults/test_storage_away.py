@@ -124,6 +124,7 @@ class Loop:
 
     def until_failed(self) -> None:
         """Waits until Orbax has given up the save in flight."""
+        self.manager._await_opening()
         if (thread := self.manager._finalize_thread.get()) is not None:
             threading.Thread.join(thread, 60)
 

@@ -11,13 +11,13 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import logging
-import threading
 from typing import Any
 
 import jax
 import orbax.checkpoint as ocp
 from etils import epath
 
+from adacheck_jax.adapter.away.opening import is_own_thread
 from adacheck_jax.adapter.away.outage import Outage
 from adacheck_jax.adapter.away.restores import RestoringManager
 from adacheck_jax.adapter.handler import AdaCheckHandler
@@ -62,12 +62,11 @@ class EndingManager(RestoringManager):
     def reached_preemption(self, step: int) -> bool:
         """As Orbax's, for the training loop alone.
 
-        JAX ends a run at the step after the last one that it was asked about. Orbax's thread that
-        ends a save asks too, for a metric, of a step that the loop may have left behind: no process
-        would ever come to the step after it.
+        JAX ends a run at the step after the last one that it was asked about. Threads that begin
+        and end a save ask too, for a metric, of a step that the loop may have left behind: no
+        process would ever come to the step after it.
         """
-        is_orbax = threading.current_thread().name == "save_finalize"
-        return not is_orbax and super().reached_preemption(step)
+        return not is_own_thread() and super().reached_preemption(step)
 
     def _finalize(self, step: int, steps_to_remove: list[int]) -> None:
         self._together.forget()

@@ -25,6 +25,7 @@ from typing import Any
 import jax
 import orbax.checkpoint as ocp
 from etils import epath
+from orbax.checkpoint.checkpoint_manager import DEFAULT_ITEM_NAME
 
 from adacheck_jax.adapter.arguments import KEPT, SaveArgs, expect_args
 from adacheck_jax.adapter.away import outage as outages
@@ -33,6 +34,8 @@ from adacheck_jax.adapter.away.ending import EndingManager
 from adacheck_jax.adapter.away.looking import Look
 from adacheck_jax.adapter.handler import AdaCheckHandler
 from adacheck_jax.adapter.inputs import expected_step
+from adacheck_jax.adapter.share_future import MOMENT_S
+from adacheck_jax.adapter.training_run import absolute
 from adacheck_jax.errors import AdaCheckError, DifferingCallsError, StorageError, first_line
 from adacheck_jax.save.attempt import Report
 from adacheck_jax.save.line.kept import KeptSteps
@@ -86,49 +89,82 @@ class AdaCheckManager(EndingManager):
             raise AdaCheckError(
                 f"{self.directory}: the manager is closed: step {step} is not saved."
             )
-        outage, given = self._outage, (items, save_kwargs, metrics, custom_metadata)
+        given = (items, save_kwargs, metrics, custom_metadata)
 
-        def save(force: bool | None) -> bool:
+        def save(force: bool | None = True) -> bool:
             self.handler.run.left.clear()
-            try:
-                return super(AdaCheckManager, self).save(
-                    *(step, items, save_kwargs, metrics, force, args, custom_metadata)
-                )
-            finally:
-                self.handler.run.left.set()
+            return super(AdaCheckManager, self).save(
+                *(step, items, save_kwargs, metrics, force, args, custom_metadata)
+            )
 
-        if outage is None:
-            is_called = jax.process_count() > 1 and (force or self.should_save(step))
-            if is_called:
-                self._together.begin()
-                self._together.decided(dict, f"save({step})", check)
-            else:
+        try:
+            if self._outage is None:
+                is_called = jax.process_count() > 1 and (force or self.should_save(step))
+                if is_called:
+                    self._together.begin()
+                    self._together.decided(dict, f"save({step})", check)
+                else:
+                    check()
+                return save(is_called or force)
+            self._saving_thread = threading.get_ident()
+            if not force and (step <= self._promised or not self.should_save(step)):
                 check()
-            return save(is_called or force)
-        self._saving_thread = threading.get_ident()
-        is_ours = isinstance(args, SaveArgs) and not any(each is not None for each in given)
-        if not force and (step <= self._promised or not self.should_save(step)):
-            check()
-            return False
+                return False
+            is_alone = all(each is None for each in given)
+            own = args if isinstance(args, SaveArgs) and is_alone else None
+            return self._goes_on(step, own, save, check)
+        finally:
+            self.handler.run.left.set()
+
+    def _goes_on(
+        self, step: int, own: SaveArgs | None, save: Callable[[], bool], check: Callable[[], None]
+    ) -> bool:
+        """Saves a step, or keeps it in memory; ``own`` are its arguments if it is a state alone."""
+        is_ours = own is not None
         try:
             action, told = self._decided(step, check, is_ours=is_ours)
         except BaseException:
             self.handler.run.note_gap()
             raise
-        if action is Action.SAVE and self._begins(step, lambda: save(True), is_ours=is_ours):
+        begin = save
+        if own is not None and self._may_open(step):
+            begin = functools.partial(self._opens, step, own)
+        if action is Action.SAVE and self._begins(step, begin, is_ours=is_ours):
             return True
         if action is Action.WRITE:
             self._write(told)
-        is_recorded = action is not Action.WAIT and is_ours and step > self._promised
-        if is_recorded and isinstance(args, SaveArgs) and self._recorded(args, step):
+        is_recorded = action is not Action.WAIT and step > self._promised
+        if is_recorded and own is not None and self._recorded(own, step):
             return True
         try:
             self._write_kept()
-            self._call(step, lambda: save(True), is_ours=is_ours)
+            self._call(step, save, is_ours=is_ours)
         except BaseException:
             self._has_gap = True  # nothing that is recorded would follow by one update
             raise
         return self._in_flight is not None
+
+    def _may_open(self, step: int) -> bool:
+        """True if Orbax may begin a save behind the caller: it has no reason to refuse the step."""
+        is_possible = jax.process_count() == 1 and self._options.enable_async_checkpointing
+        newest = self.latest_step()
+        return is_possible and (newest is None or newest < step)
+
+    def _opens(self, step: int, own: SaveArgs) -> bool:
+        """Takes what is saved out of a state; of a delta the manager's thread does the rest."""
+        run, save = self.handler.run, super().save
+        final = self._get_save_directory(step, self.directory) / DEFAULT_ITEM_NAME
+        prepared = run.prepare(absolute(final), own)
+
+        def begin() -> bool:
+            run.left.wait(MOMENT_S)
+            return save(step, args=SaveArgs(prepared), force=True)
+
+        run.left.clear()
+        if prepared.begun.save.is_base:
+            return save(step, args=SaveArgs(prepared), force=True)
+        self._open(begin)
+        return True
 
     def _decided(
         self, step: int, check: Callable[[], None], *, is_ours: bool
@@ -172,19 +208,22 @@ class AdaCheckManager(EndingManager):
             action = decide(dataclasses.replace(facts, answers=answers))
         told: Report = {"action": action.value, "has_ended": flight is Flight.ENDED}
         if flight is Flight.FAILED:
-            told["why"] = str(self._finalize_thread.get_not_none().exception)
+            error = self._await_opening() or self._finalize_thread.get_not_none().exception
+            told["why"] = str(error)
         return told | (self._next_write() if action is Action.WRITE else {})
 
     def _flown(self) -> Flight:
         """Waits for the save in flight, as long as there is patience."""
-        outage, thread = self._outage, self._finalize_thread.get()
+        outage, error = self._outage, self._await_opening()
+        thread = None if error is not None else self._finalize_thread.get()
         if thread is not None and thread.is_alive() and outage is not None:
             threading.Thread.join(thread, outage.patience_s)  # without its error
             if thread.is_alive():
                 outage.hang()
                 return Flight.GOES_ON
-        has_failed = thread is not None and thread.exception is not None
-        return Flight.FAILED if has_failed and self._in_flight is not None else Flight.ENDED
+        error = error if thread is None else thread.exception
+        has_failed = error is not None and self._in_flight is not None
+        return Flight.FAILED if has_failed else Flight.ENDED
 
     def _end(self, step: int) -> None:
         """Notes that no save is in flight when a step is saved."""
@@ -279,7 +318,7 @@ class AdaCheckManager(EndingManager):
         """Calls Orbax's save."""
         if self._outage is not None:
             self._outage.begin()
-        self._in_flight = None
+        self._in_flight = self._opening = None
         self._together.begin()
         with self._inside():
             if save():

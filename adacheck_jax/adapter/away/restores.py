@@ -14,6 +14,7 @@ from etils import epath
 from adacheck_jax.adapter import inputs
 from adacheck_jax.adapter.arguments import RestoreArgs, expect_args
 from adacheck_jax.adapter.away.lockstep import Lockstep
+from adacheck_jax.adapter.away.opening import OpeningManager
 from adacheck_jax.adapter.handler import AdaCheckHandler
 from adacheck_jax.device.trees import PyTree
 from adacheck_jax.store.steps import roots
@@ -22,7 +23,7 @@ from adacheck_jax.store.storage.location import located
 _log = logging.getLogger(__name__)
 
 
-class RestoringManager(ocp.CheckpointManager):
+class RestoringManager(OpeningManager):
     """A manager that knows the handler of the state.
 
     Attributes:

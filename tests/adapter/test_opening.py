@@ -1,0 +1,151 @@
+"""Saves that Orbax begins on the manager's own thread, and the end of a process."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+import threading
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+import jax
+import numpy as np
+import orbax.checkpoint as ocp
+import pytest
+
+import adacheck_jax as adacheck
+from tests import support
+
+_LAST = """
+import sys
+import jax, jax.numpy as jnp, optax
+import adacheck_jax as adacheck
+
+recorder = adacheck.Recorder(optax.adam(1e-3))
+params = {"w": jnp.ones((64, 64))}
+state = {"params": params, "opt_state": recorder.init(params)}
+
+
+@jax.jit
+def train_step(state):
+    updates, opt_state = recorder.update(state["params"], state["opt_state"], state["params"])
+    return {"params": optax.apply_updates(state["params"], updates), "opt_state": opt_state}
+
+
+manager = adacheck.checkpoint_manager(sys.argv[1], recorder)
+for step in range(4):
+    state = train_step(state)
+    assert manager.save(step, args=adacheck.SaveArgs(state))
+"""
+
+
+class Opened:
+    """A run whose manager begins deltas on its own thread, where a test may stop or break them."""
+
+    def __init__(self, root: Any, monkeypatch: Any) -> None:
+        self.run = support.dict_run(support.mesh_of((1, 1)))
+        self.manager = adacheck.checkpoint_manager(str(root), self.run.recorder, max_to_keep=None)
+        self.error: Exception | None = None
+        self.may_begin, self.threads = threading.Event(), list[str]()
+        self.may_begin.set()
+        inner = ocp.AsyncCheckpointer.save
+
+        def begin(*args: Any, **kwargs: Any) -> Any:
+            self.threads.append(threading.current_thread().name)
+            assert self.may_begin.wait(60)
+            if self.error is not None:
+                raise self.error
+            return inner(*args, **kwargs)
+
+        monkeypatch.setattr(ocp.AsyncCheckpointer, "save", begin)
+
+    def save(self) -> Any:
+        self.run.advance()
+        saved = support.host_copy(self.run.state)
+        assert self.manager.save(self.run.count, args=adacheck.SaveArgs(self.run.state))
+        return saved
+
+    def restored(self, step: int) -> Any:
+        args = adacheck.RestoreArgs(support.abstract(self.run.state))
+        return self.manager.restore(step, args=args)
+
+
+@pytest.fixture
+def opened(tmp_path: Any, monkeypatch: Any) -> Opened:
+    return Opened(tmp_path, monkeypatch)
+
+
+def _expect_equal(found: Any, saved: Any) -> None:
+    jax.tree.map(np.testing.assert_array_equal, support.host_copy(found), saved)
+
+
+def test_a_delta_returns_before_orbax_has_begun_it(opened):
+    with opened.manager as manager:
+        opened.save()
+        opened.may_begin.clear()
+        saved = opened.save()  # its state may be donated, and is, by the next step
+        opened.run.advance()
+        opened.may_begin.set()
+        assert manager.latest_step() == 2
+        _expect_equal(opened.restored(2), saved)
+    assert opened.threads[0] == threading.current_thread().name  # of a base Orbax looks at arrays
+    assert opened.threads[1] != opened.threads[0]
+
+
+def test_what_is_asked_waits_until_the_save_has_begun(opened):
+    with opened.manager as manager, ThreadPoolExecutor() as threads:
+        opened.save()
+        opened.may_begin.clear()
+        opened.save()
+        asked = [manager.latest_step, manager.all_steps, lambda: manager.should_save(2)]
+        answers = [threads.submit(each) for each in asked]
+        assert not any(each.done() for each in answers)
+        opened.may_begin.set()
+        assert [each.result() for each in answers] == [2, [1, 2], False]
+
+
+@pytest.mark.parametrize("asks", ["save", "wait", "close"])
+def test_a_save_that_orbax_could_not_begin_is_told(opened, asks):
+    opened.save()
+    opened.error = ValueError("a mistake")
+    opened.save()
+    manager = opened.manager
+    ask = {"save": opened.save, "wait": manager.wait_until_finished, "close": manager.close}
+    with pytest.raises(ValueError, match="a mistake"):
+        ask[asks]()
+    manager.close()
+
+
+def test_after_a_save_that_orbax_could_not_begin_the_next_is_a_base(opened):
+    with opened.manager as manager:
+        opened.save()
+        opened.error = ValueError("a mistake")
+        opened.save()
+        with pytest.raises(ValueError, match="a mistake"):
+            manager.wait_until_finished()
+        manager.wait_until_finished()  # told once
+        opened.error = None
+        states = [opened.save() for _ in range(2)]
+        assert manager.all_steps() == [1, 3, 4]
+        for step, saved in zip((3, 4), states, strict=True):
+            _expect_equal(opened.restored(step), saved)
+        assert manager.handler.restored.replayed_count == 1
+
+
+def test_a_save_that_storage_refused_to_begin_is_made_again(opened):
+    with opened.manager as manager:
+        opened.save()
+        opened.error = OSError(5, "Input/output error")
+        saved = opened.save()
+        manager._await_opening()
+        opened.error = None
+        manager.wait_until_finished()
+        assert manager.all_steps() == [1, 2]
+        _expect_equal(opened.restored(2), saved)
+
+
+@pytest.mark.slow
+def test_a_process_that_ends_behind_a_save_has_saved_it(tmp_path):
+    subprocess.run([sys.executable, "-c", _LAST, tmp_path], check=True, timeout=300)
+    with ocp.CheckpointManager(tmp_path) as manager:
+        assert manager.latest_step() == 3
