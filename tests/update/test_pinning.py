@@ -532,3 +532,15 @@ def test_deltas_saved_under_an_explicit_mesh_restore_on_fewer_devices(tmp_path):
         for other in (mesh_of((1, 1)), mesh_of((2, 2), AxisType.Explicit)):
             target = adacheck.RestoreArgs(abstract(run.state, other))
             assert_same_bits(manager.restore(2, args=target), saved[2])
+
+
+@pytest.mark.parametrize("shape", [(1, 1), (2, 1)])
+def test_a_replay_takes_the_trace_of_the_training_on_any_mesh(shape):
+    """A value that the update reads besides its arguments is the one that was trained with."""
+    factor = [2.0]
+    pinned = PinnedFunction(lambda x: factor[0] * x)
+    placed = jax.device_put(jnp.ones((4, 2)), NamedSharding(mesh_of(shape), P("data")))
+    jax.jit(lambda x: pinned(ZERO, x))(placed)
+    factor[0] = 3.0
+    replayed = jax.jit(lambda x: pinned.replaying(ZERO, None, (), x))(np.ones((4, 2), np.float32))
+    np.testing.assert_array_equal(replayed, np.full((4, 2), 2.0))

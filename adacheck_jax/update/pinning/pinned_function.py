@@ -25,6 +25,7 @@ import jax
 import jax.core
 import jax.numpy as jnp
 from jax.extend import core
+from jax.sharding import AxisType
 
 from adacheck_jax.device import jax_settings
 from adacheck_jax.device.jax_settings import Arithmetic
@@ -101,7 +102,7 @@ class PinnedFunction:
         is_staged = any(isinstance(leaf, jax.core.Tracer) for leaf in arrays)
         key, kept = None, self._staged if is_staged else self._known
         if len(arrays) == len(leaves):
-            key = (treedef, *map(_aval, arrays), *_settings())
+            key = (treedef, *map(_kind, arrays), *_settings())
             known = kept.get(key)
             if known is None and is_replay and not self._staged:  # an update without jax.jit
                 known = self._known.get(key)
@@ -136,6 +137,16 @@ def _is_array(leaf: Any) -> bool:
 
 def _aval(leaf: Any) -> Any:
     return leaf if isinstance(leaf, jax.ShapeDtypeStruct) else jax.typeof(leaf)
+
+
+def _kind(leaf: Any) -> Any:
+    """All that a trace depends on of an argument: of a mesh its explicit axes alone."""
+    aval = _aval(leaf)
+    if isinstance(aval, jax.ShapeDtypeStruct):
+        return aval.shape, aval.dtype, aval.weak_type
+    is_explicit = AxisType.Explicit in getattr(aval.sharding.mesh, "axis_types", ())
+    place = aval.sharding if is_explicit else None
+    return aval.shape, aval.dtype, aval.weak_type, aval.memory_space, place
 
 
 def _arrays_of(trees: Any) -> list[Any]:
