@@ -50,22 +50,22 @@ def run(root: str, way: str, params: int, batch: int, warm: int, steps: int, del
         return {"params": weights, "opt_state": inner, "step": state["step"] + 1}
 
     update = jax.jit(updated, donate_argnums=(0, 1))
-    handler: Any = ocp.StandardCheckpointHandler()
     if way in (BACKGROUND, IN_THE_LOOP):
-        handler = adacheck.AdaCheckHandler(
-            recorder,
-            max_deltas=deltas,
-            shadow=adacheck.Shadow(background_bases=way == BACKGROUND),
+        shadow = adacheck.Shadow(background_bases=way == BACKGROUND)
+        made = adacheck.checkpoint_manager(
+            root, recorder, max_to_keep=2, max_deltas=deltas, shadow=shadow
         )
+    else:
+        options = ocp.CheckpointManagerOptions(max_to_keep=2)
+        made = ocp.CheckpointManager(root, options=options)
 
     def args_of(state: Any) -> Any:
         if way == STOCK:
             return ocp.args.StandardSave(states.without_record(state))
         return adacheck.SaveArgs(state)
 
-    options = ocp.CheckpointManagerOptions(max_to_keep=2)
     times_s = []
-    with ocp.CheckpointManager(root, item_handlers=handler, options=options) as manager:
+    with made as manager:
         for number in range(warm + steps):
             tokens = jnp.asarray(tokens_of(number, batch))
             begin_s = time.perf_counter()

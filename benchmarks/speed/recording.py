@@ -90,15 +90,16 @@ def _keepers(root: Path, recorder: adacheck.Recorder, every: int) -> dict[str, _
         return ocp.CheckpointManager(root / name, item_handlers=handler, options=options)
 
     keepers = {NOTHING: _Keeper(None, lambda number, state: None)}
-    handler = adacheck.AdaCheckHandler(recorder, max_deltas=5 * every)
-    recorded = manager("recorded", handler)
+    recorded = adacheck.checkpoint_manager(
+        root / "recorded", recorder, max_to_keep=2, max_deltas=5 * every
+    )
 
     def record(number: int, state: Any) -> None:
-        if not handler.record_step(state, number) or number % every == 0:
+        if not recorded.handler.record_step(state, number) or number % every == 0:
             recorded.save(number, args=adacheck.SaveArgs(state))
 
     keepers[RECORDED] = _Keeper(recorded, record)
-    every_step = manager("saved", adacheck.AdaCheckHandler(recorder))
+    every_step = adacheck.checkpoint_manager(root / "saved", recorder, max_to_keep=2)
     keepers["adacheck_jax, saved"] = _Keeper(
         every_step, lambda n, s: every_step.save(n, args=adacheck.SaveArgs(s))
     )

@@ -61,40 +61,37 @@ def run(root: str, params: int, batch: int, steps: int, rounds: int, max_deltas:
             longest_s, last_s = max(longest_s, now_s - last_s), now_s
         return state, (last_s - start_s) / steps, longest_s
 
-    handlers = {
-        OURS: adacheck.AdaCheckHandler(recorder, max_deltas=max_deltas),
-        RECORDED: adacheck.AdaCheckHandler(recorder, max_deltas=max_deltas),
-    }
-    ways: dict[str, tuple[Any, Callable[[Any], Any]]] = {
-        name: (handler, adacheck.SaveArgs) for name, handler in handlers.items()
-    }
-    ways[STOCK] = (
-        ocp.StandardCheckpointHandler(),
-        lambda s: ocp.args.StandardSave(states.without_record(s)),
-    )
     options = ocp.CheckpointManagerOptions(max_to_keep=2)
-    managers = {
-        name: ocp.CheckpointManager(Path(root) / str(i), item_handlers=way[0], options=options)
-        for i, (name, way) in enumerate(ways.items())
+    managers: dict[str, Any] = {
+        name: adacheck.checkpoint_manager(
+            Path(root) / name, recorder, max_to_keep=2, max_deltas=max_deltas
+        )
+        for name in (OURS, RECORDED)
     }
-    times: dict[str, list[tuple[float, float]]] = {name: [] for name in (NOTHING, *ways)}
+    managers[STOCK] = ocp.CheckpointManager(Path(root) / "stock", options=options)
+
+    def args_of(name: str, state: Any) -> Any:
+        if name == STOCK:
+            return ocp.args.StandardSave(states.without_record(state))
+        return adacheck.SaveArgs(state)
+
+    times: dict[str, list[tuple[float, float]]] = {name: [] for name in (NOTHING, *managers)}
     for position in range(rounds + 1):
         for name, found in times.items():
             if name == NOTHING:
                 state, *measured = turn(state, lambda s, is_last: None)
             else:
-                manager, (handler, args_of) = managers[name], ways[name]
+                manager = managers[name]
 
                 def save(
                     state: Any,
                     is_last: bool,
+                    name: str = name,
                     manager: Any = manager,
-                    record: Any = handler.record_step if name == RECORDED else None,
-                    args_of: Any = args_of,
                 ) -> None:
                     step = int(state["step"])
-                    if record is None or not record(state, step) or is_last:
-                        manager.save(step, args=args_of(state))
+                    if name != RECORDED or is_last or not manager.handler.record_step(state, step):
+                        manager.save(step, args=args_of(name, state))
 
                 state, *measured = turn(state, save)
                 manager.wait_until_finished()
