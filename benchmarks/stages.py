@@ -31,11 +31,11 @@ import orbax.checkpoint as ocp
 import adacheck_jax as adacheck
 from adacheck_jax.adapter import handler, restoring
 from adacheck_jax.adapter.stock import base_checkpoint, descriptions
-from adacheck_jax.device import shard_sums, transfer
+from adacheck_jax.device import transfer
 from adacheck_jax.restore import check, compiled_update
 from adacheck_jax.restore import replay as replaying
 from adacheck_jax.restore.deltas import delta_reader
-from adacheck_jax.save import commit, copies, pending, saver, share
+from adacheck_jax.save import commit, copies, pending, saver, share, staging
 from adacheck_jax.save.line import planner
 from adacheck_jax.store import delta_writer, links
 from adacheck_jax.store.steps import manifest_file
@@ -51,9 +51,9 @@ SAVE = [
     ("  begin", saver.Saver, "begin"),
     ("    take the state apart", planner.Snapshots, "take"),
     ("    plan", planner.Planner, "plan_save"),
-    ("    copy", copies, "take_copies"),
-    ("      copy on the devices", transfer, "copies"),
-    ("      dispatch fingerprints", shard_sums.Summing, "dispatch"),
+    ("    stage, which dispatches fingerprints and samples", staging.Stager, "stage"),
+    ("      copy", copies, "take_copies"),
+    ("        copy on the devices", transfer.Copying, "copies"),
     ("write, in the background", share, "write"),
     ("  wait for the record and the counters", pending.Pending, "settled"),
     ("  wait for fingerprints", pending.Pending, "sums"),

@@ -20,6 +20,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from adacheck_jax.device import transfer
 from adacheck_jax.device.loops import shard_tables, xla_call
+from adacheck_jax.device.loops.programs import Place, Program, Result
 from adacheck_jax.device.sharding import boxes_by_device
 from adacheck_jax.format.boxes import Box
 from adacheck_jax.format.fingerprint import from_words, weights
@@ -41,8 +42,7 @@ class Summing:
 
     def __init__(self, arrays: Mapping[int, jax.Array]) -> None:
         self.placed = {i: (array.sharding, array.shape) for i, array in arrays.items()}
-        self._groups: list[tuple[Sequence[tuple[int, int | None]], _ShardProgram]] = []
-        self._types: list[list[jax.ShapeDtypeStruct]] = []
+        self._groups: list[tuple[Sequence[Place], Program, jax.Array]] = []
         on_mesh: dict[Mesh, dict[int, NamedSharding]] = {}
         on_device: dict[Any, list[tuple[int, int | None, Box]]] = {}
         for i, array in arrays.items():
@@ -70,7 +70,7 @@ class Summing:
     def _add(
         self,
         mesh: Mesh,
-        places: Sequence[tuple[int, int | None]],
+        places: Sequence[Place],
         specs: tuple[PartitionSpec, ...],
         boxes: Sequence[tuple[Box, ...]],
         arrays: Mapping[int, jax.Array],
@@ -80,26 +80,23 @@ class Summing:
         is_cpu = mesh.devices.flat[0].platform == "cpu"
         calls_loops = is_cpu and xla_call.is_ready() and not any(map(transfer.is_narrow, dtypes))
         widths = tuple(each.itemsize for each in dtypes)
-        self._groups.append((places, _program(mesh, specs, widths, tuple(boxes), calls_loops)))
+        function, table = _summing(mesh, specs, widths, tuple(boxes), calls_loops)
         given = [_given(arrays[i], n) for i, n in places]
-        self._types.append(
-            [jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=x.sharding) for x in given]
-        )
+        types = [jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=x.sharding) for x in given]
+        program = Program(function, mesh, types, [table], places if calls_loops else None)
+        self._groups.append((places, program, table))
 
     def compile(self) -> None:
         """Compiles the programs; else that is done by those who dispatch them first."""
-        compiled = [
-            (places, program.compiled(types))
-            for (places, program), types in zip(self._groups, self._types, strict=True)
-        ]
-        self._groups = compiled
+        for _, program, _ in self._groups:
+            program.compile()
 
     def dispatch(self, arrays: Mapping[int, jax.Array]) -> DeviceSums:
-        """Starts the programs without waiting; the arrays may be donated at once."""
+        """Starts the programs without waiting; the arrays may be donated as each may be."""
         words = []
-        for places, program in self._groups:
-            given = [_given(arrays[i], n) for i, n in places]
-            words.append(([i for i, _ in places], program(given)))
+        for places, program, table in self._groups:
+            given = [arrays[i] if n is None else _given(arrays[i], n) for i, n in places]
+            words.append(([i for i, _ in places], program(given, table)))
         return DeviceSums(words)
 
 
@@ -111,13 +108,13 @@ class DeviceSums:
         words: pairs of the leaf indices of one program and its result, (devices, leaves, 2).
     """
 
-    words: Sequence[tuple[Sequence[int], jax.Array]]
+    words: Sequence[tuple[Sequence[int], Result]]
 
     def sums(self) -> dict[int, dict[int, int]]:
         """Partial sums modulo 2**64 of the addressable shards: leaf index to device id to sum."""
         result: dict[int, dict[int, int]] = {}
         for group, words in self.words:
-            for shard in words.addressable_shards:  # shape (1, len(group), 2)
+            for shard in words().addressable_shards:  # shape (1, len(group), 2)
                 for i, total in zip(group, from_words(np.asarray(shard.data)[0]), strict=True):
                     result.setdefault(i, {})[shard.device.id] = total
         return result
@@ -128,34 +125,20 @@ def _given(array: jax.Array, position: int | None) -> jax.Array:
     return array if position is None else array.addressable_shards[position].data
 
 
-@dataclass(frozen=True, slots=True)
-class _ShardProgram:
-    """A program from arrays, or shards, to uint32 of shape (devices, arrays, 2), cut by device."""
-
-    function: Any
-    mesh: Mesh
-    table: jax.Array
-
-    def __call__(self, arrays: Sequence[jax.Array]) -> jax.Array:
-        with jax.enable_x64(True), jax.set_mesh(self.mesh):  # whatever the caller has set
-            return self.function(arrays, self.table)
-
-    def compiled(self, types: Sequence[jax.ShapeDtypeStruct]) -> _ShardProgram:
-        """The same, compiled for arrays of these types."""
-        with jax.enable_x64(True), jax.set_mesh(self.mesh):
-            function = self.function.lower(types, self.table).compile()
-        return _ShardProgram(function, self.mesh, self.table)
-
-
 @functools.lru_cache(maxsize=64)
-def _program(
+def _summing(
     mesh: Mesh,
     specs: tuple[PartitionSpec, ...],
     widths: tuple[int, ...],
     boxes: tuple[tuple[Box, ...], ...],
     calls_loops: bool,
-) -> _ShardProgram:
-    """Program for arrays on one mesh, with the boxes that each local device holds of them."""
+) -> tuple[Any, jax.Array]:
+    """Function of arrays on one mesh, with the boxes that each local device holds of them.
+
+    Returns:
+        A jitted function of a list of arrays, or shards, and a table, to uint32 of shape (devices,
+        arrays, 2), cut by device; and that table.
+    """
     rows = PartitionSpec(mesh.axis_names)
     tables = {
         device.id: shard_tables.of_sums([box.start for box in each], widths)
@@ -171,7 +154,7 @@ def _program(
     mapped = jax.shard_map(
         local, mesh=mesh, in_specs=([*specs], rows), out_specs=rows, check_vma=False
     )
-    return _ShardProgram(jax.jit(mapped), mesh, table)
+    return jax.jit(mapped), table
 
 
 def _sums(shards: Sequence[jax.Array], table: jax.Array) -> jax.Array:

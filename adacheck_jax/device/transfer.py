@@ -266,18 +266,21 @@ def is_ready(array: Any) -> bool:
 
 def are_ready(arrays: Iterable[Any]) -> bool:
     """True if no device is computing any of the arrays."""
-    return all(map(is_ready, arrays))
+    on_device: list[Any] = [array for array in arrays if isinstance(array, jax.Array)]
+    return all(array.is_ready() for array in on_device)
 
 
 class Copying:
     """Copies arrays on their devices, without waiting for them or for the copies.
+
+    Made once for all arrays of these types and shardings.
 
     Args:
         arrays: jax or numpy arrays by leaf index; of one process, or on accelerators alone.
     """
 
     def __init__(self, arrays: Mapping[int, Any]) -> None:
-        self._arrays = arrays
+        self._on_host = [i for i, x in arrays.items() if not isinstance(x, jax.Array)]
         self._groups = [(each, _copier_of(each, arrays)) for each in _by_devices(arrays)]
 
     def is_compiled(self) -> bool:
@@ -285,17 +288,17 @@ class Copying:
         compiled = [copier.is_compiled() for _, copier in self._groups]
         return all(compiled)
 
-    def copies(self) -> dict[int, Any]:
+    def copies(self, arrays: Mapping[int, Any]) -> dict[int, Any]:
         """The copies; the arrays may be donated at once: their devices make the copies first."""
-        result = {i: np.array(x) for i, x in self._arrays.items() if not isinstance(x, jax.Array)}
+        result = {i: np.array(arrays[i]) for i in self._on_host}
         for group, copier in self._groups:
-            result |= dict(zip(group, copier(map(self._arrays.get, group)), strict=True))
+            result |= dict(zip(group, copier(arrays[i] for i in group), strict=True))
         return result
 
 
 def copies(arrays: Mapping[int, Any]) -> dict[int, Any]:
     """Copies of arrays on their devices, as of :class:`Copying`."""
-    return Copying(arrays).copies()
+    return Copying(arrays).copies(arrays)
 
 
 def _by_devices(arrays: Mapping[int, Any]) -> Iterable[Sequence[int]]:

@@ -92,11 +92,11 @@ def take_copies(
                 for i in copied.difference(plan.spare)  # views of which would be in the way
                 if structure.leaves[i].nbytes > _COPIED_BYTES
             ]
-        copying = transfer.Copying({i: arrays[i] for i in copied.difference(viewed)})
+        copying = structure.copying(copied.difference(viewed), snapshot.arrays)
         if is_computed and not copying.is_compiled():
             owned, viewed = False, []  # each is viewed until one program is compiled for all
         else:
-            arrays |= copying.copies()
+            arrays |= copying.copies(arrays)
     kept = frozenset(plan.kept)
     groups = [plan.kept, tuple(i for i in plan.stored if i not in kept)]
     staged = [Staged({i: arrays[i] for i in each}, structure.picks) for each in groups]

@@ -151,7 +151,7 @@ class Saver:
             if options.max_deltas and options.delta != "bits" and not self._has_recorder:
                 is_first = self._planner.parents.saved is None
                 self._notices.hint_at_recorder(snapshot.structure, is_first=is_first)
-            replayable = not cast & bound_paths(bindings)
+            replayable = not cast or cast.isdisjoint(bound_paths(bindings))
             save = self._begin(
                 *(snapshot, directory, number, step, replayable, custom_metadata),
                 *(exchange, consent),

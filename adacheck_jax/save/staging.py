@@ -15,6 +15,7 @@ import jax
 
 from adacheck_jax.device import jax_settings, transfer
 from adacheck_jax.device.jax_settings import Arithmetic
+from adacheck_jax.device.loops import programs
 from adacheck_jax.device.transfer import Joined, Merged
 from adacheck_jax.format.boxes import Blocks
 from adacheck_jax.memory.sending.consent import Consent
@@ -24,7 +25,7 @@ from adacheck_jax.memory.shadow_state import ShadowStep
 from adacheck_jax.plan.decision import replays
 from adacheck_jax.plan.options import Options
 from adacheck_jax.plan.save_plan import SavePlan
-from adacheck_jax.proof.checker import Witness
+from adacheck_jax.proof.checker import Comparison, Witness
 from adacheck_jax.save import copies as host_copies
 from adacheck_jax.save.copies import HostCopies
 from adacheck_jax.save.line.parents import Tip
@@ -114,23 +115,27 @@ class Stager:
         if planned.is_base:  # of what updates touch it brings all that is here, below
             wanted -= planned.structure.touched
         seconds = self.seconds(snapshot, wanted, is_base=planned.is_base)
-        copies = host_copies.take_copies(snapshot, planned, seconds, every_replica=every_replica)
         before = tip.staged if tip else None
         parent = None
         if tip is not None and before is None and course.parent is not None:
             parent = (tip.step, course.parent.counts())
-        picks = planned.structure.local_picks
-        own = Pending(
-            planned,
-            label,
-            copies,
-            None if planned.is_base else self._delta_writer(planned, copies, tip),
-            transfer.stage({i: snapshot.arrays[i] for i in picks}, picks),
-            self.worker,
-            parent=parent,
-            before=before if planned.is_speculative else None,
-            again=again if planned.is_speculative else None,
-        )
+        with programs.together():  # dispatched before other threads take turns with this one
+            copies = host_copies.take_copies(
+                snapshot, planned, seconds, every_replica=every_replica
+            )
+            picks = planned.structure.local_picks
+            own = Pending(
+                planned,
+                label,
+                copies,
+                None if planned.is_base else self._delta_writer(planned, copies, tip),
+                transfer.stage({i: snapshot.arrays[i] for i in picks}, picks),
+                self.worker,
+                parent=parent,
+                before=before if planned.is_speculative else None,
+                again=again if planned.is_speculative else None,
+            )
+            own.compare, witness = self._compared(snapshot, course, own)
         lost = frozenset if received is None else received.lost
         if follows and tip is not None:
             repeated = again
@@ -153,17 +158,22 @@ class Stager:
             blocks = blocks if received is None else received.joined(blocks)
             begun = ShadowStep(own, own.step, blocks, own.sums, lost=lost)
             self._shadow.start(planned.structure, planned.update, begun)
-        own.compare = course.compare
+        return own, witness, copies
+
+    def _compared(
+        self, snapshot: Snapshot, course: Course, own: Pending
+    ) -> tuple[Comparison | None, Witness | None]:
+        """The comparison of a step that is made behind its save, and the witness of its state."""
+        planned, tip = course.plan, course.tip
         if course.check is not None:
-            return own, course.check.witness(), copies
+            return course.compare, course.check.witness()
         if not planned.has_witness:
-            return own, None, copies
+            return course.compare, None
         checker = self._planner.checker_of(planned.structure, planned.update)
         if planned.is_speculative and tip is not None and tip.witness is not None:
             check = checker.begin(tip.witness, snapshot.arrays, planned.step, own.sums)
-            own.compare = check.findings
-            return own, check.witness(), copies
-        return own, checker.witness(snapshot.arrays, planned.step), copies
+            return check.findings, check.witness()
+        return course.compare, checker.witness(snapshot.arrays, planned.step)
 
     def seconds(
         self, snapshot: Snapshot, wanted: Collection[int], *, is_base: bool

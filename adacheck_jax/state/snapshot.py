@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import hashlib
-from collections.abc import Hashable, Iterable, Mapping, Sequence
+from collections.abc import Collection, Hashable, Iterable, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass
 from typing import Any
@@ -113,7 +113,7 @@ class Structure:
         """Positions of the update counters."""
         return tuple(self.index[each.count] for each in self.bindings)
 
-    @property
+    @functools.cached_property
     def touched(self) -> frozenset[int]:
         """The leaves that updates take or return."""
         return frozenset(i for indices in self.arguments for i in indices)
@@ -143,13 +143,17 @@ class Structure:
 
     def computed_by(self, updates: Iterable[int]) -> frozenset[int]:
         """Positions of what some of the updates compute."""
-        paths = [path for k in updates for path in self.bindings[k].explained]
-        return frozenset(self.index[path] for path in paths)
+        return frozenset[int]().union(*(self._of_updates[k][0] for k in updates))
 
     def consumed_by(self, updates: Iterable[int]) -> frozenset[int]:
         """Positions of what some of the updates consume."""
-        paths = [path for k in updates for path in self.bindings[k].consumed]
-        return frozenset(self.index[path] for path in paths)
+        return frozenset[int]().union(*(self._of_updates[k][1] for k in updates))
+
+    @functools.cached_property
+    def _of_updates(self) -> list[list[frozenset[int]]]:
+        """Positions of what each update computes, and of what it consumes."""
+        pairs = ((each.explained, each.consumed) for each in self.bindings)
+        return [[frozenset(map(self.index.__getitem__, x)) for x in pair] for pair in pairs]
 
     def replica_check(self, mode: replicas.Mode) -> replicas.ReplicaCheck:
         """Comparison of the replicas of a state that is being saved."""
@@ -180,6 +184,17 @@ class Structure:
                 and (transfer.on_accelerator(x) or self.whole_picks[i] == self.picks[i])
             }
         )
+
+    def copying(self, leaves: Collection[int], arrays: Sequence[Any]) -> transfer.Copying:
+        """Programs that copy some leaves of a state on devices."""
+        key = frozenset(leaves)
+        if key not in self._copyings:
+            self._copyings[key] = transfer.Copying({i: arrays[i] for i in sorted(key)})
+        return self._copyings[key]
+
+    @functools.cached_property
+    def _copyings(self) -> dict[frozenset[int], transfer.Copying]:
+        return {}
 
     @functools.cached_property
     def _summings(self) -> dict[bool, tuple[Summing, Future[None] | None]]:

@@ -47,11 +47,11 @@ def lowered(monkeypatch):
     monkeypatch.setattr(xla_call, "is_ready", lambda: False)
     monkeypatch.setattr(xla_call, "wait", lambda: False)
     monkeypatch.setattr(fingerprint, "hashes_on_device", lambda array: isinstance(array, jax.Array))
-    for each in (shard_sums._program, transfer._copier):
+    for each in (shard_sums._summing, transfer._copier):
         each.cache_clear()
     monkeypatch.setattr(jax, "jit", lambda *args, **kwargs: Lowered(jit(*args, **kwargs), names))
     yield names
-    for each in (shard_sums._program, transfer._copier):
+    for each in (shard_sums._summing, transfer._copier):
         each.cache_clear()
 
 

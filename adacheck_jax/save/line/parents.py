@@ -252,7 +252,7 @@ class Parents:
         if not at(final_directory).on_file_system:
             return False
         root = final_directory.parent
-        while root != root.parent and not _is_root(root):
+        while root not in self._links and root != root.parent and not _is_root(root):
             root = root.parent
         if root not in self._links:
             self._links[root] = links.can_link(root)

@@ -7,7 +7,6 @@ are alike share one: XLA takes many seconds to compile a slice of each of a thou
 
 from __future__ import annotations
 
-import contextlib
 import functools
 import itertools
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -21,6 +20,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from adacheck_jax.device import sharding, transfer
 from adacheck_jax.device.loops import shard_tables, xla_call
+from adacheck_jax.device.loops.programs import Place, Program, Result
 from adacheck_jax.device.transfer import is_narrow
 from adacheck_jax.format.boxes import Box
 from adacheck_jax.update.elements.sample_sites import SampledShape, Sites, Starts, boxes_held
@@ -101,10 +101,10 @@ class MeshSampler:
                 others[i] = leaf.kind
         # Wide elements come first, so that no element lies across a multiple of its width.
         self.parts = [by_dtype[each] for each in sorted(by_dtype, key=lambda x: -x.itemsize)]
-        self._programs: list[tuple[Sequence[int], _Program]] = []
+        self._programs: list[tuple[Sequence[int], _SampleProgram]] = []
         if looped := [i for part in self.parts for i in part]:
-            self._programs.append((looped, self._looping([leaves[i] for i in looped])))
-        shared: dict[Any, _Program] = {}
+            self._programs.append((looped, self._looping({i: leaves[i] for i in looped})))
+        shared: dict[Any, _SampleProgram] = {}
         for chunk in _chunks(others):
             alike = tuple(others[i] for i in chunk)
             if alike not in shared:
@@ -112,8 +112,9 @@ class MeshSampler:
             self.parts.append([*chunk])
             self._programs.append((chunk, shared[alike]))
 
-    def _looping(self, leaves: Sequence[SampledLeaf]) -> _Program:
+    def _looping(self, looped: Mapping[int, SampledLeaf]) -> _SampleProgram:
         """A program that calls the compiled loops for leaves in the order of their data types."""
+        leaves = [*looped.values()]
         widths = [leaf.spec.dtype.itemsize for leaf in leaves]
         tables = [
             shard_tables.of_samples(
@@ -136,9 +137,10 @@ class MeshSampler:
             sizes_bytes[leaf.spec.dtype] = taken_bytes
         ends = [*itertools.accumulate(sizes_bytes.values(), initial=0)]
         cuts = zip(map(slice, ends, ends[1:]), sizes_bytes, strict=True)
-        return self._program(taken, leaves, np.stack([table for table, _ in tables]), [*cuts])
+        rows = np.stack([table for table, _ in tables])
+        return self._program(taken, leaves, rows, [*cuts], [(i, None) for i in looped])
 
-    def _slicing(self, leaves: Sequence[SampledLeaf]) -> _Program:
+    def _slicing(self, leaves: Sequence[SampledLeaf]) -> _SampleProgram:
         """A program of XLA's own operations; its table has the first elements of the sites."""
         offsets = np.zeros((len(self._devices), len(leaves), _RANK), np.int32)
         for n, leaf in enumerate(leaves):
@@ -161,7 +163,8 @@ class MeshSampler:
         leaves: Sequence[SampledLeaf],
         rows: np.ndarray,
         cuts: Sequence[tuple[slice, np.dtype]],
-    ) -> _Program:
+        places: Sequence[Place] | None = None,
+    ) -> _SampleProgram:
         """The compiled program of a function of the shards, starts and a table of one device.
 
         It is traced once, and its result has an axis for the device in front.
@@ -179,10 +182,10 @@ class MeshSampler:
             jax.ShapeDtypeStruct((self._mesh.size, *x.shape), x.dtype, sharding=self._sharding)
             for x in (self._starts, rows[0])
         ]
-        with self._entered():
-            compiled = jax.jit(function).lower(specs, *tables).compile()
+        program = Program(jax.jit(function), self._mesh, specs, tables, places)
+        program.compile()
         table = jax.device_put(self._placed(rows), self._sharding)
-        return _Program(compiled, table, cuts)
+        return _SampleProgram(program, table, cuts)
 
     def _placed(self, rows: np.ndarray) -> Any:
         """A table with the row of each device that samples on that device."""
@@ -190,51 +193,45 @@ class MeshSampler:
             return rows
         return transfer.row_each(self._sharding, dict(zip(self._devices, rows, strict=True)))
 
-    @contextlib.contextmanager
-    def _entered(self) -> Iterator[None]:
-        """The mesh, and 64-bit types."""
-        with jax.enable_x64(True), jax.set_mesh(self._mesh):
-            yield
-
     def dispatch(self, arrays: Sequence[Any], starts: Starts) -> list[Part]:
         """Start to take a sample; for each part what waits for its elements."""
-        with self._entered():
-            placed = self._placed(starts)
-            outputs = [
-                program.compiled([arrays[i] for i in leaves], placed, program.table)
-                for leaves, program in self._programs
-            ]
+        placed = self._placed(starts)
+        outputs = [
+            each.program([arrays[i] for i in leaves], placed, each.table)
+            for leaves, each in self._programs
+        ]
         pairs = zip(outputs, self._programs, strict=True)
-        return [part for x, (_, program) in pairs for part in self._parts_of(x, program.cuts)]
+        return [part for x, (_, each) in pairs for part in self._parts_of(x, each.cuts)]
 
-    def _parts_of(
-        self, output: jax.Array, cuts: Sequence[tuple[slice, np.dtype]]
-    ) -> Iterator[Part]:
+    def _parts_of(self, output: Result, cuts: Sequence[tuple[slice, np.dtype]]) -> Iterator[Part]:
         """The rows of a result, in the order of the devices, on their way to the host."""
-        shards = {shard.device.id: shard.data for shard in output.addressable_shards}
-        rows = [shards[device] for device in self._devices]
-        for row in rows:
-            if transfer.on_accelerator(row):
+
+        def rows() -> list[jax.Array]:
+            shards = {shard.device.id: shard.data for shard in output().addressable_shards}
+            return [shards[device] for device in self._devices]
+
+        if self._mesh.devices.flat[0].platform != "cpu":
+            for row in rows():
                 row.copy_to_host_async()
 
         def elements(cut: slice, dtype: np.dtype) -> np.ndarray:
-            parts = [np.asarray(row)[:, cut] for row in rows]
+            parts = [np.asarray(row)[:, cut] for row in rows()]
             return (parts[0] if len(parts) == 1 else np.concatenate(parts)).view(dtype)
 
         return (functools.partial(elements, *each) for each in cuts)
 
 
 @dataclass(frozen=True, slots=True)
-class _Program:
+class _SampleProgram:
     """A program that samples some leaves, and all that are alike.
 
     Attributes:
-        compiled: the program.
+        program: the program.
         table: its places.
         cuts: where in its result the elements of each data type are.
     """
 
-    compiled: Any
+    program: Program
     table: jax.Array
     cuts: Sequence[tuple[slice, np.dtype]]
 

@@ -1,0 +1,189 @@
+"""Programs over arrays on their devices, of which several are dispatched as one.
+
+To hand an array to a program takes its caller a microsecond or two, however small the array is, and
+the programs that read one state take the same hundreds of arrays. So those that call compiled
+loops, and are called within :func:`together`, are dispatched at its end as one. That is compiled in
+the background; until then each is dispatched by itself.
+
+Any thread may ask for a result. The one lock of a block is held while its programs are dispatched;
+nothing waits for them under it.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import Future
+from contextvars import ContextVar
+from dataclasses import dataclass, field
+from typing import Any
+
+import jax
+from jax.sharding import Mesh
+
+from adacheck_jax.device.background import in_background
+
+Place = tuple[int, int | None]
+"""A leaf of a state: its index, and the position of the shard that is taken, None for all of it."""
+
+Result = Callable[[], jax.Array]
+"""Gives what a program returns, perhaps still being computed."""
+
+
+class Program:
+    """A program over arrays on one mesh, which nothing waits for.
+
+    The arrays may be donated once it was called, or once the block of :func:`together` has ended.
+
+    Args:
+        function: jitted function of a list of arrays, and of operands.
+        mesh: mesh of the arrays.
+        types: shape, data type and sharding of each array.
+        operands: those of the operands.
+        places: place of each array in a state, if one program of this and others is compiled in no
+            time, as it calls compiled loops; else None.
+    """
+
+    def __init__(
+        self,
+        function: Any,
+        mesh: Mesh,
+        types: Sequence[jax.ShapeDtypeStruct],
+        operands: Sequence[Any],
+        places: Sequence[Place] | None = None,
+    ) -> None:
+        self.function, self.mesh, self.types, self.operands = function, mesh, types, (*operands,)
+        self.places, self._compiled = places or (), function
+
+    def compile(self) -> None:
+        """Compiles it; else the first call does."""
+        self._compiled = _compiled(self.mesh, self.function, self.types, *self.operands)
+
+    def __call__(self, arrays: Sequence[jax.Array], *operands: Any) -> Result:
+        """Starts it, now or with others."""
+        block = _block.get() if self.places else None
+        if block is not None:
+            return block.add(_Waiting(self, arrays, operands))
+        result = self.run(arrays, operands)
+        return lambda: result
+
+    def run(self, arrays: Sequence[jax.Array], operands: Sequence[Any]) -> jax.Array:
+        """Dispatches the program by itself."""
+        with _entered(self.mesh):
+            return self._compiled(arrays, *operands)
+
+
+@contextlib.contextmanager
+def together() -> Iterator[None]:
+    """Dispatches the programs that this thread calls meanwhile as one, when it ends.
+
+    Whoever needs a result earlier has all of them dispatched. What they take from one place of a
+    state has the same bits.
+    """
+    block = _Block()
+    token = _block.set(block)
+    try:
+        yield
+    finally:
+        _block.reset(token)
+        block.run()
+
+
+@dataclass(frozen=True, slots=True)
+class _Waiting:
+    """A call that is not dispatched yet."""
+
+    program: Program
+    arrays: Sequence[jax.Array]
+    operands: Sequence[Any]
+    result: Future[jax.Array] = field(default_factory=Future)
+
+
+class _Block:
+    """Calls that are dispatched together."""
+
+    def __init__(self) -> None:
+        self._calls: list[_Waiting] = []
+        self._lock = threading.Lock()
+
+    def add(self, call: _Waiting) -> Result:
+        """Adds a call; whoever needs its result first has all of them dispatched."""
+        self._calls.append(call)
+        future = call.result  # whoever keeps a result keeps no array
+
+        def result() -> jax.Array:
+            self.run()
+            return future.result()
+
+        return result
+
+    def run(self) -> None:
+        """Dispatches the calls that wait for it."""
+        with self._lock:
+            calls, self._calls = self._calls, []
+            for mesh in dict.fromkeys(call.program.mesh for call in calls):
+                _dispatch([call for call in calls if call.program.mesh == mesh])
+
+
+_block: ContextVar[_Block | None] = ContextVar("adacheck_block", default=None)
+
+
+def _dispatch(calls: Sequence[_Waiting]) -> None:
+    """Dispatches calls of programs on one mesh, as one if that is compiled."""
+    try:
+        joined = _joined(tuple(call.program for call in calls)) if calls[1:] else None
+        if joined is None or not joined.done() or joined.exception():
+            results = [call.program.run(call.arrays, call.operands) for call in calls]
+        else:
+            compiled, taken = joined.result()
+            arrays = [calls[k].arrays[n] for k, n in taken]
+            with _entered(calls[0].program.mesh):
+                results = compiled(arrays, [call.operands for call in calls])
+        for call, result in zip(calls, results, strict=True):
+            call.result.set_result(result)
+    except BaseException as error:
+        for call in calls:
+            call.result.set_exception(error)
+        raise
+
+
+@functools.lru_cache(maxsize=16)
+def _joined(programs: Sequence[Program]) -> Future[tuple[Any, Sequence[tuple[int, int]]]]:
+    """One program of several; begins to compile it.
+
+    Returns:
+        The program, of a list of arrays and a list of operands; and for each array the number of
+        the program that it is taken from, and its number there.
+    """
+    taken: dict[Place, tuple[int, int]] = {}
+    for k, program in enumerate(programs):
+        for n, place in enumerate(program.places):
+            taken.setdefault(place, (k, n))
+
+    def joined(arrays: Sequence[jax.Array], operands: Sequence[Sequence[Any]]) -> list[jax.Array]:
+        given = dict(zip(taken, arrays, strict=True))
+        return [
+            program.function([given[place] for place in program.places], *own)
+            for program, own in zip(programs, operands, strict=True)
+        ]
+
+    def compile() -> tuple[Any, Sequence[tuple[int, int]]]:
+        arrays = [programs[k].types[n] for k, n in taken.values()]
+        operands = [program.operands for program in programs]
+        return _compiled(programs[0].mesh, jax.jit(joined), arrays, operands), [*taken.values()]
+
+    return in_background(compile)
+
+
+def _compiled(mesh: Mesh, function: Any, *types: Any) -> Any:
+    with _entered(mesh):
+        return function.lower(*types).compile()
+
+
+@contextlib.contextmanager
+def _entered(mesh: Mesh) -> Iterator[None]:
+    """A mesh, and 64-bit types, whatever the caller has set."""
+    with jax.enable_x64(True), jax.set_mesh(mesh):
+        yield
