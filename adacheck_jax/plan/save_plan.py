@@ -1,9 +1,8 @@
 """Every decision of a save, taken once: a pure function of what is known about state and parent.
 
 :func:`plan` answers for a save, :func:`plan_deferred` for a step that stays in memory until the
-next save. Neither looks at a disk or waits for a device. Where the update counters are still being
-computed, :func:`speculate` assumes one update, and :meth:`SavePlan.check` gives the plan that holds
-once they are known.
+next save. Where the update counters are still being computed, :func:`speculate` assumes one update,
+and :meth:`SavePlan.check` gives the plan that holds once they are known.
 """
 
 from __future__ import annotations
@@ -17,10 +16,10 @@ from adacheck_jax.plan.decision import (
     Decision,
     advanced,
     decide,
-    described,
     fits,
     number_of,
     one_update,
+    replayed,
     replays,
     shown,
 )
@@ -79,17 +78,12 @@ class SavePlan:
     @property
     def updates(self) -> tuple[int, ...]:
         """Positions of the recorders whose update a restore replays."""
-        return self.decision.updates if self.is_replayed else ()
+        return self.decision.updates
 
     @property
     def stale(self) -> tuple[int, ...]:
         """Ephemeral leaves that are not stored: a restore gives what an earlier step had."""
         return tuple(sorted(self.structure.ephemeral.difference(self.stored)))
-
-    @property
-    def is_replayed(self) -> bool:
-        """True if an update is replayed at restore, and has to be checked."""
-        return self.decision.kind == "replay"
 
     @property
     def is_speculative(self) -> bool:
@@ -133,8 +127,7 @@ class SavePlan:
                 "when a full state could not be had any more. The step is not saved; the next one "
                 "will be a base."
             )
-        decision = Decision("replay", described(updates), updates)
-        stored = self.stored
+        decision, stored = replayed(updates), self.stored
         if len(updates) < len(counts):
             wanted = _stored(self.structure, decision, self.update, self.unreplayed, whole=True)
             stored = tuple(i for i in wanted if i in frozenset(stored))
@@ -149,7 +142,7 @@ class SavePlan:
 
 def plan(situation: Situation, options: Options) -> SavePlan:
     """Plans a save whose update counters are known."""
-    return decided(situation, decide(situation, situation.counts or (), options), options)
+    return decided(situation, decide(situation, options), options)
 
 
 def speculate(situation: Situation, options: Options) -> SavePlan | None:
@@ -164,15 +157,11 @@ def speculate(situation: Situation, options: Options) -> SavePlan | None:
     if situation.step is None or parent is None or parent.saved is None or not situation.is_only:
         return None
     saved, lineage = parent.saved, parent.lineage
-    if saved.structure is not situation.structure or not parent.has_witness:
-        return None
-    goes_on = (
-        saved.kind == "replay"
-        and saved.follows_saved
-        and situation.step - parent.step == saved.interval
-    )
+    goes_on = saved.kind == "replay" and situation.step - parent.step == saved.interval
     if (
-        not (goes_on or parent.deferred_count)
+        saved.structure is not situation.structure
+        or not parent.has_witness
+        or not (goes_on or parent.deferred_count)
         or not situation.replayable
         or update.engine == "identity"  # which has nothing to wait for
         or not update.program
@@ -183,7 +172,7 @@ def speculate(situation: Situation, options: Options) -> SavePlan | None:
         or situation.shadow_problem
     ):
         return None
-    return _planned(situation, one_update(situation.structure, "one update"), options)
+    return planned(situation, one_update(situation.structure, "one update"), options)
 
 
 def plan_deferred(
@@ -219,16 +208,9 @@ def plan_deferred(
         return f"the lineage would be longer than max_deltas={situation.longest_lineage}"
     if not situation.keeps_ancestors:
         return "nothing keeps the steps that it builds on"
-    if saved is not None and saved.failure and situation.process_count == 1:
+    if saved is not None and saved.is_lost and situation.process_count == 1:
         return f"the step before step {situation.step} was not saved"
-    return _planned(situation, one_update(structure, "deferred"), options)
-
-
-def with_wrong(
-    planned: SavePlan, situation: Situation, wrong: frozenset[int], options: Options
-) -> SavePlan:
-    """The plan of a delta that stores the leaves which replay was found to get wrong."""
-    return _planned(situation, planned.decision, options, wrong=wrong)
+    return planned(situation, one_update(structure, "deferred"), options)
 
 
 def known_unreplayed(situation: Situation) -> frozenset[int]:
@@ -241,40 +223,39 @@ def decided(situation: Situation, decision: Decision, options: Options) -> SaveP
 
     A base has no room for deferred steps, a delta has room for all of a state.
     """
-    made, parent = _planned(situation, decision, options), situation.parent
+    made, parent = planned(situation, decision, options), situation.parent
     if not decision.is_base or parent is None or not parent.deferred_count:
         return made
     if parent.lineage is None or parent.leaves != situation.structure.leaves:
         return dataclasses.replace(made, given_up=decision.reason)
     reason = f"{decision.reason}, and {parent.deferred_count} deferred steps are saved with it"
     decision = Decision("bits", reason, notices=decision.notices)
-    made = _planned(situation, decision, options)
+    made = planned(situation, decision, options)
     every = tuple(range(len(situation.structure.leaves)))
     return dataclasses.replace(made, is_whole=True, stored=every)
 
 
-def _planned(
+def planned(
     situation: Situation,
     decision: Decision,
     options: Options,
     *,
     wrong: frozenset[int] = frozenset(),
 ) -> SavePlan:
-    """A plan with all that follows from its decision."""
-    structure, update = situation.structure, situation.update
+    """A plan with all that follows from its decision; it stores what replay gets ``wrong``."""
+    structure, update, replayable = situation.structure, situation.update, situation.replayable
     unreplayed = known_unreplayed(situation) | (wrong & structure.computed)
     makes_base = decision.kind == "replay" and situation.is_base_due
     is_whole = decision.is_base or makes_base
     stored = _stored(structure, decision, update, unreplayed | wrong, whole=is_whole)
-    may_follow = replays(update, options, replayable=situation.replayable)
+    is_alone = situation.process_count == 1  # several may not find the same leaves wrong
     told: frozenset[int] = frozenset()
     unchanged: tuple[int, ...] = ()
     if decision.kind == "replay":
-        # Several processes may not have found the same leaves wrong.
-        told = unreplayed if situation.process_count == 1 else update.unreplayed
+        told = unreplayed if is_alone else update.unreplayed
         unchanged = _unchanged(structure, stored, decision.updates)
-    # Several processes may not find the same leaves wrong.
-    has_spare = situation.counts is None and situation.process_count == 1
+    has_spare = situation.counts is None and is_alone
+    distrusted = situation.distrusted | wrong
     return SavePlan(
         step=number_of(situation),
         decision=decision,
@@ -282,17 +263,11 @@ def _planned(
         structure=structure,
         update=update,
         stored=stored,
-        kept=kept(
-            structure,
-            update,
-            situation.distrusted | wrong,
-            options,
-            replayable=situation.replayable,
-        ),
+        kept=kept(structure, update, distrusted, options, replayable=replayable),
         unreplayed=told,
         unchanged=unchanged,
         spare=tuple(sorted(structure.derived.difference(stored))) if has_spare else (),
-        has_witness=may_follow,
+        has_witness=replays(update, options, replayable=replayable),
         makes_base=makes_base,
     )
 

@@ -32,16 +32,14 @@ class SavedFacts:
         kind: kind of its save.
         interval: steps between its own parent and it.
         replayable: True if no leaf of an update was stored in another data type.
-        follows_saved: True if it has a parent on the disk.
-        failure: the step is known not to be saved, now or later.
+        is_lost: True if it is known not to be saved, now or later.
     """
 
     structure: Structure
     kind: Kind
     interval: int
     replayable: bool
-    follows_saved: bool
-    failure: bool
+    is_lost: bool
 
 
 @dataclass(frozen=True, slots=True)

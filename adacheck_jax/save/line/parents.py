@@ -288,8 +288,7 @@ def facts_of(
             kind=save.plan.decision.kind,
             interval=save.own.step - save.before,
             replayable=save.replayable,
-            follows_saved=save.parent is not None,
-            failure=save.is_lost,
+            is_lost=save.is_lost,
         )
         # Several processes may not see at the same save that a step has become a base.
         base_depth = max(base_depth, made_depth) if jax.process_count() == 1 else made_depth

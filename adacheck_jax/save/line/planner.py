@@ -138,7 +138,7 @@ class Planner:
         facts = self._situation(snapshot, directory, step, counts, parent, again, replayable)
         tip = self.deferred.tip_behind(parent) if parent else None
         course = Course(save_plan.plan(facts, self._options), parent, tip)
-        if not course.plan.is_replayed:
+        if course.plan.decision.kind != "replay":
             return course
         compares = tip is not None and tip.witness is not None
         compares = compares and self.is_collective(snapshot, facts.update)
@@ -274,7 +274,7 @@ class Planner:
             made = save_plan.decided(facts, unplanned(reason), self._options)
             return dataclasses.replace(course, plan=made)
         wrong = frozenset(findings) - save_plan.known_unreplayed(facts)
-        made = save_plan.with_wrong(planned, facts, wrong, self._options)
+        made = save_plan.planned(facts, planned.decision, self._options, wrong=wrong)
         wrong |= _changed(snapshot, course, made)
         if not wrong:
             return dataclasses.replace(course, check=check)
@@ -291,7 +291,7 @@ class Planner:
             made = save_plan.decided(facts, Decision("base", reason), self._options)
             return dataclasses.replace(course, plan=made)
         check.renew(snapshot.arrays, wrong)
-        made = save_plan.with_wrong(planned, facts, wrong, self._options)
+        made = save_plan.planned(facts, planned.decision, self._options, wrong=wrong)
         made = dataclasses.replace(made, unhealed=tuple(sorted(unhealed)))
         return dataclasses.replace(course, plan=made, check=check)
 
