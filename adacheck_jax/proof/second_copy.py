@@ -16,7 +16,7 @@ from adacheck_jax.device.shard_sums import Summing
 from adacheck_jax.format.fingerprint import words_of
 from adacheck_jax.proof.checker import Check, Findings, Sums, Witness
 from adacheck_jax.state.exported_update import ExportedUpdate
-from adacheck_jax.state.snapshot import Structure
+from adacheck_jax.state.snapshot import Snapshot, Structure
 from adacheck_jax.update import program as update_program
 
 
@@ -175,7 +175,7 @@ class _Step:
     sums: Sums
 
 
-def is_collective(structure: Structure, program: ExportedUpdate, arrays: Sequence[Any]) -> bool:
+def is_collective(snapshot: Snapshot, program: ExportedUpdate) -> bool:
     """True if processes exchange elements when a replay of this engine runs on their devices.
 
     A collective has to have the same place among those of the training in all processes. So each
@@ -184,7 +184,7 @@ def is_collective(structure: Structure, program: ExportedUpdate, arrays: Sequenc
     if jax.process_count() == 1 or program.engine != "full":
         return False
     cuts: dict[tuple[int, ...], jax.sharding.Sharding] = {}
-    for array in (arrays[i] for each in structure.arguments for i in each):
+    for array in (snapshot.arrays[i] for each in snapshot.structure.arguments for i in each):
         if not np.ndim(array):
             continue
         if not isinstance(array, jax.Array):

@@ -73,11 +73,8 @@ class Save:
         directory: the item's directory once it is committed.
         number: the number in the name of the step's directory, None if there is none.
         parent: lineage that a delta follows; None for a base.
-        parent_files: names of the parent's files; empty if this process does not know them.
-        parent_stamp: identity of the parent's manifest; None if this process did not write it.
+        parent_identity: see :attr:`~adacheck_jax.save.line.parents.Parent.identity`.
         links: True if the parent's files are hard-linked.
-        before: number of the step that the saved one followed, saved or deferred; its own number if
-            there is none.
         caution: findings of checks before this step.
         replicas: comparison of the replicas.
         attempt: the attempt that this save is.
@@ -105,10 +102,8 @@ class Save:
     directory: AnyPath
     number: int | None
     parent: Lineage | None
-    parent_files: frozenset[str]
-    parent_stamp: Stamp | None
+    parent_identity: tuple[frozenset[str], Stamp | None]
     links: bool
-    before: int
     caution: Caution
     replicas: replicas.ReplicaCheck
     attempt: Attempt
@@ -185,9 +180,11 @@ class Save:
         return self.parent.manifest.depth + len(self.steps) if self.parent else 0
 
     @property
-    def agreed_caution(self) -> Caution:
-        """Findings of the checks of any process, as all know them once their shares are written."""
-        return self.agreed.caution if self.agreed else self.caution
+    def interval(self) -> int:
+        """Steps from the one before a delta, saved or deferred, to the saved step."""
+        if len(self.steps) > 1:
+            return self.own.step - self.steps[-2].step
+        return self.own.step - self.parent.manifest.step if self.parent else 0
 
     @property
     def agreed_lead(self) -> Lead:

@@ -13,7 +13,6 @@ and to commit; the state may be donated then. Nothing here decides.
 from __future__ import annotations
 
 import contextlib
-import dataclasses
 import functools
 import logging
 import threading
@@ -23,7 +22,6 @@ from typing import Any
 
 import jax
 
-from adacheck_jax.device import transfer
 from adacheck_jax.device.loops import xla_call
 from adacheck_jax.device.trees import PyTree
 from adacheck_jax.errors import AdaCheckError
@@ -36,13 +34,14 @@ from adacheck_jax.plan.decision import shown
 from adacheck_jax.plan.options import Options
 from adacheck_jax.plan.save_plan import SavePlan
 from adacheck_jax.plan.situation import BackgroundFacts, sizes_of
+from adacheck_jax.proof import second_copy
 from adacheck_jax.save.attempt import Attempt, Exchange
 from adacheck_jax.save.background_bases import BackgroundBases
 from adacheck_jax.save.copies import HostCopies
 from adacheck_jax.save.line.kept import Keeper, repeated
 from adacheck_jax.save.line.notices import Notices, tell_given_up
 from adacheck_jax.save.line.parents import Parent, Tip
-from adacheck_jax.save.line.planner import Planner, name_of, sums_of
+from adacheck_jax.save.line.planner import Planner, is_computed, name_of, sums_of
 from adacheck_jax.save.one_save import Save
 from adacheck_jax.save.pending import Pending
 from adacheck_jax.save.resuming import Resumer
@@ -116,7 +115,7 @@ class Saver:
     def has_steps(self) -> bool:
         """True if a step was saved or restored here."""
         parents = self._planner.parents
-        return parents.saved is not None or not parents.is_empty
+        return parents.save is not None or not parents.is_empty
 
     def leave(self, consent: Consent) -> None:
         """Tells processes that may ask in this call that this one took part in no collective."""
@@ -149,13 +148,14 @@ class Saver:
             snapshot = self._planner.snapshots.take(state)
             options, bindings = self._options, snapshot.structure.bindings
             if options.max_deltas and options.delta != "bits" and not self._has_recorder:
-                is_first = self._planner.parents.saved is None
+                is_first = self._planner.parents.save is None
                 self._notices.hint_at_recorder(snapshot.structure, is_first=is_first)
-            replayable = not cast & bound_paths(bindings)
             save = self._begin(
-                *(snapshot, directory, number, step, replayable, custom_metadata),
+                *(snapshot, directory, number, number if step is None else step),
                 *(exchange, consent),
+                replayable=not cast & bound_paths(bindings),
             )
+            save.custom_metadata = custom_metadata
             if save.is_base and (
                 chosen := self._schedule.begin_lineage(sizes_of(snapshot.structure))
             ):
@@ -171,20 +171,20 @@ class Saver:
         directory: AnyPath,
         number: int | None,
         step: int | None,
-        replayable: bool,
-        custom_metadata: Any,
         exchange: Exchange | None,
         consent: Consent | None,
+        *,
+        replayable: bool,
     ) -> Save:
-        planner, step = self._planner, number if step is None else step
-        again = planner.superseded(step)
+        planner = self._planner
+        again = planner.deferred.supersede(step)
         agrees = functools.partial(self._stager.wire.agrees, consent)
         course = planner.plan_save(snapshot, directory, step, again, agrees, replayable=replayable)
         planned, parent = course.plan, None if course.plan.is_base else course.parent
         if parent is not None and parent.save is None:  # what was looked at is gone on from
             self._bases.restart(parent.base_depth)
         if planned.given_up:
-            planner.give_up(0, planned.given_up)
+            planner.deferred.give_up(0, planned.given_up)
         try:
             staged = self._stager.stage(snapshot, course, again, str(directory), consent)
             own, witness, copies = staged
@@ -195,11 +195,8 @@ class Saver:
             copies.wait()
         finally:
             self._stager.wire.finish()
-        save = self._save(
-            [*planner.deferred.steps, own], directory, number, parent, course.tip, exchange
-        )
-        save.replayable, save.custom_metadata = replayable, custom_metadata
-        save.exporting = exporting
+        save = self._save([*planner.deferred.steps, own], directory, number, parent, exchange)
+        save.replayable, save.exporting = replayable, exporting
         if parent is None:
             save.base = self._stager.base_writer(course, copies, directory)
         # Until the save is committed this directory does not exist, and if it fails it never will:
@@ -211,7 +208,7 @@ class Saver:
             self._stager.prepare_next(tip, snapshot, begun, is_restored=False)
         following = Parent(directory, number, tip, save)
         planner.parents.advance(following)
-        planner.deferred.restart(following)
+        planner.deferred.advance(following, len(planner.deferred))
         if planned.is_base:
             self._stager.begin_line(save)
             self._bases.restart()
@@ -225,14 +222,12 @@ class Saver:
         directory: AnyPath,
         number: int | None,
         parent: Parent | None,
-        tip: Tip | None,
         exchange: Exchange | None,
     ) -> Save:
-        """A save of staged steps, of which the last one follows the ``tip``."""
-        planner, planned = self._planner, steps[-1].plan
-        saved = planner.parents.saved
+        """A save of staged steps."""
+        planner, planned, last = self._planner, steps[-1].plan, self._planner.parents.save
         self._attempt = self._attempt.next(
-            exchange, repeats=saved is not None and saved.directory == directory
+            exchange, repeats=last is not None and last.directory == directory
         )
         found, structure = parent.lineage if parent else None, planned.structure
         links = found is not None and planner.parents.has_links(directory)
@@ -243,16 +238,14 @@ class Saver:
             directory=directory,
             number=number,
             parent=found,
-            parent_files=parent.files if parent else frozenset(),
-            parent_stamp=parent.stamp if parent else None,
+            parent_identity=parent.identity if parent else (frozenset(), None),
             links=links,
-            before=tip.step if tip else planned.step,
             caution=planner.distrust.caution(structure),
             replicas=structure.replica_check(self._options.check_replicas),
             attempt=self._attempt,
             measured=self._watch.take(),
             # Those of the line that a base ends are nothing to the line that it begins.
-            background=BackgroundFacts() if planned.is_base else self._background(directory),
+            background=BackgroundFacts() if planned.is_base else planner.background(directory),
             memory=self._shadow.told,
             clock=self._clock,
             before_commit=self._bases.put,
@@ -278,23 +271,15 @@ class Saver:
                     self._stager.last_base = saved.save
                 return saved.save
             self.kept.let_go()
-            course = planner.plan_kept(directory, number)
-            if course is None or course.tip is None or (parent := course.parent) is None:
-                raise AdaCheckError(f"{directory}: expected recorded steps, found none.")
-            steps = planner.deferred.steps[: len(planner.deferred.until(number))]
-            save = self._save(steps, directory, number, parent, None, exchange)
-            save.before = steps[-2].step if len(steps) > 1 else parent.tip.step
-            following = Parent(directory, number, course.tip, save)
+            parent, tips = planner.deferred_until(directory, number)
+            steps = planner.deferred.steps[: len(tips)]
+            save = self._save(steps, directory, number, parent, exchange)
+            following = Parent(directory, number, tips[-1], save)
             planner.parents.advance(following)
             planner.deferred.advance(following, len(steps))
             self._note_position()
             self._watch.leave_saved(is_base=False, deltas=len(steps))
             return save
-
-    def _background(self, directory: AnyPath) -> BackgroundFacts:
-        """Facts of this process on bases made in the background, to be told to the others."""
-        is_possible = self._planner.could_make_bases(directory)
-        return dataclasses.replace(self._bases.own, are_possible=is_possible)
 
     def _make_base(
         self, saved: Parent, own: Pending, copies: HostCopies, exchange: Exchange | None
@@ -316,7 +301,8 @@ class Saver:
             self._has_gap = True
             self._notices.forget_missed()
             if is_lost:
-                self._planner.give_up(0, "the save that was to write them did not begin")
+                why = "the save that was to write them did not begin"
+                self._planner.deferred.give_up(0, why)
                 self._planner.parents.forget()
 
     def refuse(self, save: Save, error: Exception, *, is_again: bool) -> None:
@@ -363,10 +349,8 @@ class Saver:
             self._note_position()
             if why and step is None and len(deferred):
                 step = deferred.steps[-1].step + 1
-            if step is not None and why:
-                self._notices.note_missed(step, why)
-            elif step is not None:
-                self._notices.note_step(step)
+            if step is not None:
+                self._notices.note_step(step, why)
             return not why
 
     def _why_not_deferred(
@@ -390,7 +374,7 @@ class Saver:
             return _why_not_same(planner.snapshots.take(state), parent)
         again = deferred.cut(len(deferred) - 1)[0] if number == last else None
         if not len(deferred):
-            deferred.restart(parent)
+            deferred.follows = parent
         snapshot = planner.snapshots.take(state)
         if self._has_gap and away_bytes is None:  # else it is the step of that save
             return "the save of a step before was refused"
@@ -398,10 +382,7 @@ class Saver:
         if isinstance(course, str):
             return course
         before = parent.tip.staged
-        counters = {i: snapshot.arrays[i] for i in snapshot.structure.counts}
-        is_known = transfer.are_ready(counters.values()) and not (
-            before and before.plan.is_speculative
-        )
+        is_known = is_computed(snapshot) and not (before and before.plan.is_speculative)
         label = f"recorded step {number}"
         try:
             own, witness, copies = self._stager.stage(snapshot, course, None, label, consent)
@@ -415,7 +396,8 @@ class Saver:
             waits = not own.seems_planned(snapshot.counts())
         depth = parent.tip.depth + len(deferred) + 1
         tip = Tip(number, depth, own, copies.kept, witness)
-        compares = own.compare is not None and planner.is_collective(snapshot, course.plan.update)
+        is_collective = second_copy.is_collective(snapshot, course.plan.update)
+        compares = own.compare is not None and is_collective
         if compares and not self._is_agreed(own, name_of(course.plan, snapshot), consent):
             return "not all processes compare it with the same replay"
         deferred.add(tip, own, drains=snapshot.structure.on_accelerator)
@@ -445,8 +427,7 @@ class Saver:
 
     def _enter(self, *, is_save: bool) -> None:
         """Begins to measure a call, and learns what all processes know of the costs before it."""
-        saved = self._planner.parents.saved
-        save = saved.save if saved is not None else None
+        save = self._planner.parents.save
         self._watch.enter(save.durable_s if save is not None else None)
         if save is not None:
             self._schedule.add(save.take_measured())

@@ -123,13 +123,12 @@ def _write(save: Save, directory: AnyPath, layout: ArrayLayout) -> Report:
     else:
         if process == 0 and save.parent and save.links:
             # First of all: what is linked can no longer be deleted under this step.
-            links.link_ancestors(save.parent, directory, save.parent_files, save.parent_stamp)
+            links.link_ancestors(save.parent, directory, *save.parent_identity)
         with ThreadPoolExecutor(1) as thread:  # in a store requests need not wait for each other
             looked = None
             if process == 0 and save.parent and not save.links:
-                looked = thread.submit(
-                    links.check_ancestors, save.parent, save.parent_stamp, directory
-                )
+                _, stamp = save.parent_identity
+                looked = thread.submit(links.check_ancestors, save.parent, stamp, directory)
             written = _write_deltas(save.steps, directory, process)
             if looked is not None:
                 looked.result()

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 
 from adacheck_jax.errors import AdaCheckError
+from adacheck_jax.save.line.notices import tell_given_up
 from adacheck_jax.save.line.parents import Parent, Tip
 from adacheck_jax.save.pending import Pending
 
@@ -46,10 +47,6 @@ class DeferredSteps:
         """The last step in memory: of the deferred ones, else the parent's own."""
         return self._tips[-1] if self._tips else parent.tip
 
-    def restart(self, parent: Parent) -> None:
-        """Begins anew, after a save or a restore."""
-        self.advance(parent, len(self._tips))
-
     def advance(self, parent: Parent, count: int) -> None:
         """Notes that the first steps are being saved, as the parent of those that are left."""
         self.follows, self._tips = parent, self._tips[count:]
@@ -68,6 +65,24 @@ class DeferredSteps:
         given_up = self.steps[count:]
         self._tips = self._tips[:count]
         return given_up
+
+    def give_up(self, count: int, why: str) -> None:
+        """Gives up all but the first steps, and says so."""
+        tell_given_up([each.step for each in self.cut(count)], why)
+
+    def supersede(self, step: int | None) -> Pending | None:
+        """Gives up the steps that a save replaces.
+
+        Gives the step that it saves again, if that was deferred last.
+        """
+        steps = self.steps
+        if step is None or not steps:
+            return None
+        kept = sum(each.step < step for each in steps)
+        if kept == len(steps) - 1 and steps[-1].step == step:
+            return self.cut(kept)[0]
+        self.give_up(kept, f"step {step} is saved after them")
+        return None
 
     def settle(self, *, verify: bool) -> None:
         """Settles the steps in order; waits for those that are still being computed.

@@ -104,9 +104,9 @@ class Notices:
                 'delta="bits"; max_deltas=0 says that full states are meant.'
             )
 
-    def note_step(self, step: int) -> None:
-        """Notes a step that is saved or deferred; warns of one before it that was neither."""
-        missed, self._missed = self._missed, None
+    def note_step(self, step: int, why_not: str = "") -> None:
+        """Notes a step that is saved or deferred, or has to be saved; warns of one that was not."""
+        missed, self._missed = self._missed, (step, why_not) if why_not else None
         if missed is not None and missed[0] < step:
             self.warn_once(
                 f"Step {missed[0]} was neither recorded nor saved: record_step answered False "
@@ -114,11 +114,6 @@ class Notices:
                 "Where record_step answers False, save with manager.save(..., force=True).",
                 key="gap",  # the message has another number for each step
             )
-
-    def note_missed(self, step: int, why: str) -> None:
-        """Notes a step that could not be deferred, and has to be saved."""
-        self.note_step(step)
-        self._missed = (step, why)
 
     def forget_missed(self) -> None:
         """Notes that a save of that step was asked for, and refused with an error."""

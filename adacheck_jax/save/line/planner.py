@@ -26,15 +26,14 @@ from adacheck_jax.plan import save_plan, situation
 from adacheck_jax.plan.decision import Decision, replays, unplanned
 from adacheck_jax.plan.options import Options
 from adacheck_jax.plan.save_plan import SavePlan
-from adacheck_jax.plan.situation import Counts, Situation
+from adacheck_jax.plan.situation import BackgroundFacts, Counts, Facts, SavedFacts, Situation
 from adacheck_jax.proof import second_copy
 from adacheck_jax.proof.checker import Check, Checker, Comparison, Findings, Witness, is_sparse
 from adacheck_jax.proof.identity import Identity
 from adacheck_jax.proof.sample import Sampling
 from adacheck_jax.save.background_bases import BackgroundBases
-from adacheck_jax.save.line import parents
 from adacheck_jax.save.line.deferred import DeferredSteps
-from adacheck_jax.save.line.notices import Distrust, tell_given_up
+from adacheck_jax.save.line.notices import Distrust
 from adacheck_jax.save.line.parents import Parent, Parents, Tip
 from adacheck_jax.save.pending import Pending, told
 from adacheck_jax.schedule.line import LineSchedule
@@ -119,33 +118,31 @@ class Planner:
         Raises:
             AdaCheckError: deferred steps are lost; told once.
         """
-        counters = {i: snapshot.arrays[i] for i in snapshot.structure.counts}
         only = self.parents.only
-        waits = self.distrust.is_cautious or transfer.are_ready(counters.values())
+        waits = self.distrust.is_cautious or is_computed(snapshot)
         if not waits and step is not None and only is not None and only.save is not None:
             self.parents.look(only, directory)
             facts = self._situation(snapshot, directory, step, None, only, again, replayable)
             planned = save_plan.speculate(facts, self._options)
-            if planned is not None and not self.is_collective(snapshot, facts.update):
+            if planned is not None and not second_copy.is_collective(snapshot, facts.update):
                 return Course(planned, only, self.deferred.tip_behind(only))
         counts = snapshot.counts()  # waits for the running step
         self.settle_deferred()
         parent = self.deferred.follows if len(self.deferred) else None
         if parent is not None and not self.parents.look(parent, directory):
-            self.give_up(0, "the step that they follow is not there")
+            self.deferred.give_up(0, "the step that they follow is not there")
             parent = None
         parent = parent or self.parents.choose(directory, counts)
         facts = self._situation(snapshot, directory, step, counts, parent, again, replayable)
         tip = self.deferred.tip_behind(parent) if parent else None
         course = Course(save_plan.plan(facts, self._options), parent, tip)
-        if course.plan.decision.kind != "replay":
+        if course.plan.decision.kind != "replay" or tip is None or tip.witness is None:
             return course
-        compares = tip is not None and tip.witness is not None
-        compares = compares and self.is_collective(snapshot, facts.update)
-        if compares and not agrees(name_of(course.plan, snapshot)):
+        is_collective = second_copy.is_collective(snapshot, facts.update)
+        if is_collective and not agrees(name_of(course.plan, snapshot)):
             refuse = functools.partial(_refuse, course.plan.step)
             return dataclasses.replace(course, compare=refuse)
-        return self._corrected(snapshot, course, facts)
+        return self._corrected(snapshot, course, facts, tip, tip.witness)
 
     def plan_deferred(
         self,
@@ -184,25 +181,16 @@ class Planner:
         replayable: bool,
     ) -> Situation:
         """All that a plan may know."""
-        structure, options, facts, problem = snapshot.structure, self._options, None, ""
+        structure, tip = snapshot.structure, None
         if parent is not None:
-            self.deferred.tip_behind(parent).wait()  # the update is exported there already
+            tip = self.deferred.tip_behind(parent)
+            tip.wait()  # the update is exported there already
         is_new = parent is None and replayable and not structure.on_accelerator
         is_new = is_new and not self._shadow.may_be_sent(structure)  # by the caller's thread
         can_wait = is_new and self.updates.can_wait(structure)
         update = NOT_YET if can_wait else self.updates.of(structure)
         self.updates.tell(update)
-        is_checked = replays(update, options, replayable=replayable)
-        if parent is not None:
-            tip = self.deferred.tip_behind(parent)
-            facts = parents.facts_of(
-                parent,
-                tip,
-                knows_counts=counts is not None,
-                made_depth=self._bases.newest_depth,
-                witness_fits=tip.witness is not None and tip.witness.fits(structure, update),
-            )
-            problem = self._shadow_problem(tip, again, counts)
+        is_checked = replays(update, self._options, replayable=replayable)
         return Situation(
             step=step,
             structure=structure,
@@ -210,7 +198,7 @@ class Planner:
             counts=counts,
             replayable=replayable,
             distrusted=self.distrust.leaves_of(structure),
-            parent=facts,
+            parent=None if parent is None else self._facts(parent, structure, update, counts),
             is_only=parent is not None and self.parents.only is parent,
             is_first=self.parents.is_empty,
             keeps_ancestors=parent is not None and self.parents.keeps_ancestors(directory),
@@ -220,8 +208,34 @@ class Planner:
             # All processes have to plan alike.
             makes_bases=self._bases.known.are_possible
             if jax.process_count() > 1
-            else self.could_make_bases(directory),
-            shadow_problem=problem,
+            else self.background(directory).are_possible,
+            shadow_problem="" if tip is None else self._shadow_problem(tip, again, counts),
+        )
+
+    def _facts(
+        self, parent: Parent, structure: Structure, update: ExportedUpdate, counts: Counts | None
+    ) -> Facts:
+        """Facts about the step that a state with these counters would follow."""
+        tip, save, saved = self.deferred.tip_behind(parent), parent.save, None
+        base_depth, before = parent.base_depth, tip.staged or parent
+        if save is not None:
+            kind, replayable = save.plan.decision.kind, save.replayable
+            saved = SavedFacts(save.structure, kind, save.interval, replayable, save.is_lost)
+            # Several processes may not see at the same save that a step has become a base.
+            made_depth = self._bases.newest_depth
+            base_depth = max(base_depth, made_depth) if jax.process_count() == 1 else made_depth
+        fits = tip.witness is not None and tip.witness.fits(structure, update)
+        return Facts(
+            step=tip.step,
+            depth=tip.depth - base_depth,
+            counts=None if counts is None else before.counts(),
+            lineage=parent.lineage,
+            deferred_count=tip.depth - parent.tip.depth,
+            saved=saved,
+            has_witness=fits,
+            copied=tip.host_copies,
+            leaves=tip.leaves or (parent.lineage.leaves if parent.lineage else ()),
+            has_moved=tip.witness is not None and not fits,
         )
 
     def _shadow_problem(self, tip: Tip, again: Pending | None, counts: Counts | None) -> str:
@@ -238,31 +252,28 @@ class Planner:
             return "the shadow followed another step"
         return self._shadow.wants_base
 
-    def could_make_bases(self, directory: AnyPath) -> bool:
-        """True if this process could make a base of the next delta in the background.
+    def background(self, directory: AnyPath) -> BackgroundFacts:
+        """Facts of this process on bases that it makes, or could make, in the background.
 
         A number of deltas that the caller chose is kept to; and in a store nothing can be renamed.
         """
-        return (
-            (shadow := self._options.host_shadow) is not None
-            and shadow.background_bases
-            and not isinstance(self._options.max_deltas, int)
-            and self._bases.own.are_possible
-            and self.parents.has_links(directory)
-        )
+        shadow, own = self._options.host_shadow, self._bases.own
+        may_be = shadow is not None and shadow.background_bases and own.are_possible
+        may_be = may_be and not isinstance(self._options.max_deltas, int)
+        may_be = may_be and self.parents.has_links(directory)
+        return dataclasses.replace(own, are_possible=may_be)
 
-    def _corrected(self, snapshot: Snapshot, course: Course, facts: Situation) -> Course:
+    def _corrected(
+        self, snapshot: Snapshot, course: Course, facts: Situation, tip: Tip, witness: Witness
+    ) -> Course:
         """Compares replay with a state that is still there, and plans anew what it gets wrong."""
-        tip = course.tip
-        if tip is None or tip.witness is None:
-            return course
         if tip.staged is not None:
             with contextlib.suppress(AdaCheckError):  # raised by the save of that step
                 tip.staged.verify()
         planned, structure = course.plan, course.plan.structure
         checker = self.checker_of(structure, planned.update)
         sums = functools.partial(sums_of, snapshot)
-        check = checker.begin(tip.witness, snapshot.arrays, planned.step, sums)
+        check = checker.begin(witness, snapshot.arrays, planned.step, sums)
         findings = check.findings(planned.decision.updates)
         if findings and planned.update.engine == "identity":
             self.updates.compare_in_full()
@@ -294,10 +305,6 @@ class Planner:
         made = save_plan.planned(facts, planned.decision, self._options, wrong=wrong)
         made = dataclasses.replace(made, unhealed=tuple(sorted(unhealed)))
         return dataclasses.replace(course, plan=made, check=check)
-
-    def is_collective(self, snapshot: Snapshot, update: ExportedUpdate) -> bool:
-        """True if comparisons are collective: each is waited for in the call that it belongs to."""
-        return second_copy.is_collective(snapshot.structure, update, snapshot.arrays)
 
     def checker_of(self, structure: Structure, update: ExportedUpdate) -> Checker:
         """The checker of the deltas of a structure; made once."""
@@ -348,19 +355,18 @@ class Planner:
         Raises:
             AdaCheckError: deferred steps are lost by it; told once.
         """
-        saved = self.parents.saved
-        staged_steps = [*saved.save.steps] if saved and saved.save else []
-        for each in (*staged_steps, *self.deferred.steps):
+        save = self.parents.save
+        for each in (*(save.steps if save is not None else ()), *self.deferred.steps):
             if each.saved:
                 self.distrust.tell(each.plan, each.saved)
-        if saved is not None and (save := saved.save) is not None:
-            known, leaves = save.agreed_caution, save.structure.leaves
+        if save is not None:
+            known = save.agreed.caution if save.agreed else save.caution
+            leaves = save.structure.leaves
             self.distrust.learn(known.reason, [leaves[i].path for i in known.distrusted])
             if not len(self.deferred):  # else those before are of another replica
                 self.snapshots.follow(save.agreed_lead)
             if isinstance(save.error, ReplayError):  # without the path of the step's directory
-                steps = save.steps
-                self._learn_disproved(str(save.error.__cause__ or save.error), steps)
+                self._learn_disproved(str(save.error.__cause__ or save.error), save.steps)
         # Of several processes one alone may have found a deferred step wrong: the save that writes
         # it fails in all of them.
         if jax.process_count() == 1 and (wrong := self.deferred.wrong):
@@ -393,27 +399,25 @@ class Planner:
             self.deferred.settle(verify=jax.process_count() == 1)
         self.learn()
         if (count := self.deferred.settled_count) < len(self.deferred):
-            self.give_up(count, "they are not one update apart")
+            self.deferred.give_up(count, "they are not one update apart")
 
-    def plan_kept(self, directory: AnyPath, number: int | None) -> Course | None:
-        """Plans a save of deferred steps alone, up to a number; None if there are none to save.
+    def deferred_until(self, directory: AnyPath, number: int | None) -> tuple[Parent, list[Tip]]:
+        """The deferred steps up to a number, which a save writes alone, and what they follow.
 
         Raises:
-            AdaCheckError: deferred steps are lost; told once.
+            AdaCheckError: deferred steps are lost; told once. Or there are none.
         """
         self.settle_deferred()
-        parent = self.deferred.follows
-        if parent is None or not (tips := self.deferred.until(number)):
-            return None
+        parent, tips = self.deferred.follows, self.deferred.until(number)
+        if parent is None or not tips:
+            raise AdaCheckError(f"{directory}: expected recorded steps, found none.")
         if not self.parents.look(parent, directory):
             raise LineageError(
                 f"Recorded steps that are not saved: "
                 f"{lineages.shown_steps([each.step for each in self.deferred.cut(0)])}; the step "
                 "that they follow is not there. The next save will be a base."
             )
-        staged = tips[-1].staged
-        assert staged is not None  # as of every deferred step
-        return Course(staged.plan, parent, tips[-1])
+        return parent, tips
 
     def settle_last_deferred(self) -> str:
         """Settles the steps deferred so far; in a cautious run they are compared too.
@@ -425,27 +429,14 @@ class Planner:
         except AdaCheckError as error:
             # This one is left to a save, which sees the whole state.
             self.deferred.cut(len(self.deferred) - 1)
-            self.give_up(self.deferred.settled_count, str(error))
+            self.deferred.give_up(self.deferred.settled_count, str(error))
             return str(error)
         return ""
 
-    def superseded(self, step: int | None) -> Pending | None:
-        """Gives up the deferred steps that a save replaces.
 
-        Gives the step that it saves again, if that was deferred last.
-        """
-        steps = self.deferred.steps
-        if step is None or not steps:
-            return None
-        kept = sum(each.step < step for each in steps)
-        if kept == len(steps) - 1 and steps[-1].step == step:
-            return self.deferred.cut(kept)[0]
-        self.give_up(kept, f"step {step} is saved after them")
-        return None
-
-    def give_up(self, count: int, why: str) -> None:
-        """Gives up deferred steps but for the first ones, and says so."""
-        tell_given_up([each.step for each in self.deferred.cut(count)], why)
+def is_computed(snapshot: Snapshot) -> bool:
+    """True if the update counters of a state are known without waiting."""
+    return transfer.are_ready([snapshot.arrays[i] for i in snapshot.structure.counts])
 
 
 def name_of(planned: SavePlan, snapshot: Snapshot) -> str:
