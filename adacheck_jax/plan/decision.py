@@ -21,7 +21,6 @@ class Decision:
     """The kind of a save.
 
     Attributes:
-        kind: base, replayed delta, or delta of bits.
         reason: an explanation for the log and the manifest.
         updates: positions of the recorders whose update, one since the parent, is replayed.
         is_planned: True if a user who knows the handler's options expects it.

@@ -34,11 +34,7 @@ class SavePlan:
     """A save, decided.
 
     Attributes:
-        step: step number.
-        decision: kind of the save.
         counts: update counters of the state; None in a speculative plan.
-        structure: structure of the state.
-        update: its exported update.
         stored: leaves that are written, unless they turn out to be the parent's.
         kept: leaves of which the next save needs host copies.
         unreplayed: leaves that the update computes and that are stored nevertheless.
@@ -87,7 +83,7 @@ class SavePlan:
 
     @property
     def is_speculative(self) -> bool:
-        """True if the update counters are not known yet."""
+        """True if the update counters are not known yet, and one update is assumed."""
         return self.counts is None
 
     @property
@@ -146,12 +142,10 @@ def plan(situation: Situation, options: Options) -> SavePlan:
 
 
 def speculate(situation: Situation, options: Options) -> SavePlan | None:
-    """Plans a delta of one update, if all that is known without the counters speaks for it.
+    """Plans a delta of one update; None if the counters have to be known first.
 
     Saves that are as far apart as the last two were lie one update apart, or none, if those did; so
     do a save and a step that was deferred before.
-
-    Gives None if the counters have to be known first.
     """
     parent, update = situation.parent, situation.update
     if situation.step is None or parent is None or parent.saved is None or not situation.is_only:
@@ -178,12 +172,10 @@ def speculate(situation: Situation, options: Options) -> SavePlan | None:
 def plan_deferred(
     situation: Situation, options: Options, *, is_away: bool = False
 ) -> SavePlan | str:
-    """Plans a step that stays in memory until the next save.
+    """Plans a step that stays in memory until the next save; or the reason why it cannot.
 
     All processes have to answer alike, so the facts are those alone that all of them know. While
     storage ``is_away`` a lineage may become longer than it should.
-
-    Gives the reason instead where the step has to be saved.
     """
     structure, update, parent = situation.structure, situation.update, situation.parent
     if parent is None or situation.step is None:
@@ -299,10 +291,7 @@ def _stored(
     *,
     whole: bool,
 ) -> tuple[int, ...]:
-    """The leaves that a save stores: a delta those alone that it would not have without it.
-
-    What is, or becomes, a base (``whole``) has the ephemeral leaves, too.
-    """
+    """The leaves that a save stores; what is, or becomes, a base (``whole``) the ephemeral too."""
     left_out = frozenset[int]() if whole else structure.ephemeral
     every = [i for i in range(len(structure.leaves)) if i not in left_out]
     if decision.kind != "replay":

@@ -28,8 +28,6 @@ class SavedFacts:
     """Facts that only a step has which this process saved.
 
     Attributes:
-        structure: structure of its state.
-        kind: kind of its save.
         interval: steps between its own parent and it.
         replayable: True if no leaf of an update was stored in another data type.
         is_lost: True if it is known not to be saved, now or later.
@@ -47,7 +45,6 @@ class Facts:
     """Facts about the step that the next one would follow.
 
     Attributes:
-        step: step number.
         depth: number of deltas between its base and it.
         counts: update counters of its state; None while they are still being computed.
         lineage: the saved step on the disk that it is, or is deferred behind; None where there is
@@ -93,8 +90,6 @@ class Situation:
 
     Attributes:
         step: step number; None if neither the caller nor the directory gives it.
-        structure: structure of the state.
-        update: its exported update.
         counts: update counters; None while they are still being computed.
         replayable: True if no leaf of an update is stored in another data type.
         distrusted: leaves whose replay was found wrong in a way that a sample may miss.
@@ -102,7 +97,6 @@ class Situation:
         is_only: True if no other step could be followed instead.
         is_first: True if nothing was saved or restored before.
         keeps_ancestors: True if the steps that a delta builds on live as long as it does.
-        process_count: number of processes that save together.
         is_checker_ready: True if a check would not wait for a compiler.
         longest_lineage: number of deltas that may follow the base, as the schedule has it now.
         makes_bases: True if a delta can become a base in the background. Until it is one, the

@@ -26,13 +26,7 @@ DENSE = 1 / 16
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Witness:
-    """Part of a state that a checker keeps to check the next one.
-
-    Attributes:
-        structure: structure of the state.
-        program: its exported update.
-        kept: that part; opaque to everybody but the engine that keeps it.
-    """
+    """Part of a state that a checker keeps to check the next one; ``kept`` is opaque to others."""
 
     structure: Structure
     program: ExportedUpdate

@@ -145,10 +145,8 @@ class Following:
 class _Copy:
     """The second copy of the leaves that updates compute, which each check moves on by one step.
 
-    Attributes:
-        arrays: by leaf index.
-        number: of steps since it was made.
-        lock: held by who moves it on: a step may be checked as recorded and as saved at once.
+    The ``number`` is that of steps since it was made. The lock is held by who moves it on: a step
+    may be checked as recorded and as saved at once.
     """
 
     arrays: dict[int, jax.Array]
@@ -165,7 +163,6 @@ class _Step:
         given: what the update consumed.
         after: leaves of the state that the copy has elsewhere; compared by their bits.
         renewed: leaves of the state whose replay is not relied on: they are its own again.
-        sums: the fingerprints of the state.
     """
 
     number: int

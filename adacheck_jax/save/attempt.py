@@ -32,18 +32,14 @@ class Exchange(Protocol):
         is_over: Callable[[], bool] = ...,
         before: str = "",
     ) -> Report:
-        """Posts this process's report, and waits until all have posted theirs and one judged them.
+        """Posts this process's report; gives what process 0 answers to those of all, in order.
 
         Args:
             topic: name of what is agreed on, once an attempt.
             own: report of this process.
-            judge: gives the answer to the reports of all processes, in their order, or raises;
-                called in process 0.
+            judge: gives that answer, or raises; called in process 0.
             is_over: true once nobody waits for this attempt any more.
             before: the topic that follows; who has come to that one will not report on this.
-
-        Returns:
-            The answer, the same in all processes.
 
         Raises:
             AdaCheckError: a process failed, is gone or past this, or does not report in time; or
@@ -116,10 +112,7 @@ class Attempt:
         return Attempt(self.turn, self.token, exchange, earlier)
 
     def agree(self, topic: str, own: Report, judge: Callable[[Sequence[Report]], Report]) -> Report:
-        """Agrees with the other processes on a topic, of which the shares are the last one.
-
-        Arguments and errors are those of :class:`Exchange`.
-        """
+        """As :meth:`Exchange.agree`, on topics of which the shares are the last one."""
         if self.exchange is None:
             return judge([own])
         before = "" if topic == SHARES else SHARES

@@ -54,8 +54,7 @@ class Committed:
     """A step as this process committed it.
 
     Attributes:
-        manifest: the manifest as it was written.
-        stamp: identity of its file, by which another one in its place is noticed.
+        stamp: identity of the manifest's file, by which another one in its place is noticed.
         files: names of the step's files, while it was whole.
     """
 
@@ -76,21 +75,17 @@ class Save:
         parent_identity: see :attr:`~adacheck_jax.save.line.parents.Parent.identity`.
         links: True if the parent's files are hard-linked.
         caution: findings of checks before this step.
-        replicas: comparison of the replicas.
-        attempt: the attempt that this save is.
         replayable: True if no leaf of an update is stored in another data type.
         exporting: gives the update of a base that is exported behind its save; else None.
         custom_metadata: the caller's own JSON.
         measured: seconds that this process measured since the last save; once the shares are
             written those that all processes learned of with it.
-        background: facts of this process on bases made in the background.
-        memory: gives what this process keeps in memory, and why it wants a base before so many
-            steps more; see :meth:`~adacheck_jax.memory.shadow.ShadowThread.told`.
+        background: facts of this process.
+        memory: see :meth:`~adacheck_jax.memory.shadow.ShadowThread.told`.
         base: copies of what a base stores; None for a delta.
         keeps: True if what it writes stays in memory until the step has its name: where storage
             refuses it, it can be written again.
         is_repeated: True once it is written again, by another save of the same steps.
-        clock: a monotonic clock.
         before_commit: called in the background when this process's part is written.
         durable_s: reading of the clock when this process's part was durable; None before.
         error: reason why the step is not on the disk.
@@ -130,7 +125,7 @@ class Save:
 
     @property
     def plan(self) -> SavePlan:
-        """The plan of the saved step."""
+        """Its plan."""
         return self.own.plan
 
     @property

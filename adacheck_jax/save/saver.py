@@ -1,4 +1,4 @@
-"""The way of a save, up to where it leaves the caller's thread; knows no Orbax.
+"""The way of a save, up to where it leaves the caller's thread.
 
 :meth:`Saver.begin` takes a state apart, has its save planned, and takes the copies that must leave
 the devices. What it returns, a :class:`~adacheck_jax.save.one_save.Save`, is for others to write
@@ -64,10 +64,6 @@ class Saver:
     ``place``; in memory of this process, if that is None. ``peers`` are all processes, if several
     have such files. It ``keeps`` what storage refused, for a manager that has it written again
     (:meth:`begin_kept`).
-
-    Attributes:
-        kept: steps in memory that storage does not have.
-        resumer: makes a restored or recovered step the one that the next save builds on.
     """
 
     def __init__(

@@ -1,9 +1,7 @@
 """One process's share of a save: written, and reported to the other processes.
 
-Each process posts a report, in the background and before Orbax's own barrier. One process validates
-the reports of all, and all get its answer. So if one has failed, or they do not agree, all of them
-raise, instead of one that raises while the others wait for it. Nothing here makes a step exist:
-that is left to :mod:`~adacheck_jax.save.commit`.
+Each process posts a report, in the background and before Orbax's own barrier. So if one has failed,
+or they do not agree, all of them raise, instead of one that raises while the others wait for it.
 """
 
 from __future__ import annotations
@@ -39,10 +37,7 @@ def write(save: Save, directory: AnyPath, layout: ArrayLayout) -> None:
     Raises:
         AdaCheckError: another process failed or is gone, or they did not decide alike; or the step
             is being saved again. Any error names the deferred steps that are lost with this one.
-        MismatchError: leaves that each process has for itself are not equal.
-        ReplicaError: replicas differ, and the handler was told to refuse such steps, or parts of
-            several of them were written.
-        ReplayError: replay does not give a state that is gone.
+        MismatchError, ReplicaError, ReplayError: see :mod:`~adacheck_jax.save.validation`.
         StorageError: the disk is full, gone, or cannot be written.
     """
     try:

@@ -34,7 +34,6 @@ class Tip:
     """A step that the next one may follow, as this process has it in memory.
 
     Attributes:
-        step: step number.
         depth: number of deltas since the base that began its line.
         staged: the step itself, if it was saved or deferred here; None for a restored one.
         host_copies: copies of the leaves that the next delta may be stored as differences from.
@@ -172,11 +171,7 @@ class Parent:
 
 
 class Parents:
-    """The step saved last and the one restored last.
-
-    Attributes:
-        saved: the step saved last.
-    """
+    """The step saved last and the one restored last."""
 
     def __init__(self, keep_lineage: KeepLineage | None) -> None:
         self._keep_lineage = keep_lineage
@@ -201,8 +196,7 @@ class Parents:
 
     def advance(self, saved: Parent) -> None:
         """Notes a step that is being saved."""
-        self.saved = saved
-        self._candidates = (saved,)
+        self.saved, self._candidates = saved, (saved,)
 
     def follow(self, restored: Parent) -> None:
         """Notes a step that was restored."""

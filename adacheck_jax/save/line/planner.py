@@ -1,8 +1,7 @@
 """Plans the saves of one training run: gathers facts, has them planned, and corrects plans.
 
 :mod:`~adacheck_jax.plan.save_plan` decides; what it needs is looked up here, on the disk, in
-memory and among what checks have found so far. A plan of a replayed delta is compared with the
-state while that is still there, and made anew from what replay gets wrong.
+memory and among what checks have found so far.
 """
 
 from __future__ import annotations
@@ -52,7 +51,6 @@ class Course:
     """A save as planned: with what it follows, and the check that has begun.
 
     Attributes:
-        plan: the plan.
         parent: the step on the disk that a delta follows, also where the plan is a base.
         tip: the last step in memory behind that parent.
         check: comparison of the replay that is made before the save returns.
@@ -67,15 +65,7 @@ class Course:
 
 
 class Planner:
-    """Plans the saves of one training run.
-
-    Attributes:
-        snapshots: takes states apart.
-        updates: exports the updates of their structures.
-        distrust: findings of checks so far.
-        parents: steps on the disk that the next one may follow.
-        deferred: steps in memory that the next save writes.
-    """
+    """Plans the saves of one training run."""
 
     def __init__(
         self,
@@ -381,9 +371,8 @@ class Planner:
     def _learn_disproved(self, reason: str, steps: Sequence[Pending]) -> None:
         """Notes what the shadow found wrong: the sample of a later step may miss it.
 
-        Of several processes all have to plan alike: there the next save is a base, as after any
-        save that failed. With that base goes what one of them knows: what it could not store, or
-        in process 0 what all shadows together disproved.
+        Several processes have to plan alike: their next save is a base. With that goes what one of
+        them knows: what it could not store, or in process 0 what all shadows together disproved.
         """
         paths = [
             each.plan.structure.leaves[i].path
