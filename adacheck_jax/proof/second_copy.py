@@ -38,11 +38,8 @@ class Following:
     def witness(self, arrays: Sequence[Any], step: int) -> Witness:
         """Takes a witness of a base, or of a restored state; waits for the state."""
         own = (*self._structure.arguments[0], *self._structure.arguments[1])
-        return self._of(_Copy(self._together(arrays, own)), 0)
-
-    def _of(self, copy: _Copy, number: int) -> Witness:
-        """A witness: the copy as it is to be after a number of steps."""
-        return Witness(self._structure, self._program, (copy, number))
+        copy = _Copy(self._together(arrays, own))
+        return Witness(self._structure, self._program, (copy, copy.number))
 
     def begin(self, before: Witness, arrays: Sequence[Any], step: int, sums: Sums) -> Check:
         """Takes what the check of a delta needs."""
@@ -70,7 +67,8 @@ class Following:
             with copy.lock:
                 copy.arrays.update(self._together(arrays, [i for i in wrong if i in copy.arrays]))
 
-        return Check(lambda: self._of(copy, number + 1), findings, renew)
+        witness = Witness(self._structure, self._program, (copy, number + 1))
+        return Check(lambda: witness, findings, renew)
 
     def _together(self, arrays: Sequence[Any], indices: Sequence[int]) -> dict[int, jax.Array]:
         """Copies on the devices that the largest leaves have in common; waits only for others.

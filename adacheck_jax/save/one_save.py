@@ -190,27 +190,10 @@ class Save:
         return self.agreed.lead if self.agreed else own
 
     @property
-    def agreed_background(self) -> BackgroundFacts | None:
-        """Facts that all processes agreed on about bases in the background; None before that.
-
-        A save that failed says that none can be made.
-        """
-        if self.error is not None:
-            return BackgroundFacts()
-        return self.agreed.background if self.agreed else None
-
-    @property
     def check_s(self) -> float:
         """Seconds for which the slowest process waited for the check, once shares are written."""
         reports = self.agreed.reports() if self.agreed else ()
         return max((report["check_s"] for report in reports), default=0.0)
-
-    def take_measured(self) -> Sequence[Measurement]:
-        """The seconds that all processes learned of with this save; once."""
-        if self.agreed is None:
-            return ()
-        measured, self.measured = self.measured, ()
-        return measured
 
 
 def is_refusal(error: BaseException | None) -> bool:

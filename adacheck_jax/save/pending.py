@@ -288,9 +288,10 @@ class Pending:
                 wrong |= self.disproved
         if paths := sorted(i for i in wrong if i not in plan.unreplayed):
             raise ReplayError(
-                f"{self.label}: step {self.step}: {told(plan.structure, paths)}. {LATE} {CAUSES} "
-                "From now on each save is checked before it returns, and stores what replay does "
-                "not reproduce."
+                f"{self.label}: step {self.step}: {told(plan.structure, paths)}. This was found "
+                "after the save had returned, when the state could not be had any more: the step "
+                f"is not saved. {CAUSES} From now on each save is checked before it returns, and "
+                "stores what replay does not reproduce."
             )
 
     @property
@@ -321,10 +322,6 @@ class Pending:
             self.compare = self._before = self._again = self.proof = None
 
 
-LATE = (
-    "This was found after the save had returned, when the state could not be had any more: the "
-    "step is not saved."
-)
 CAUSES = (
     "Look for: params or optimizer state edited by hand, rolled back or swapped between the update "
     "and the save; a transformation or projection after the Recorder; another optimizer than the "

@@ -32,7 +32,6 @@ from adacheck_jax.memory.shadow import ShadowThread
 from adacheck_jax.memory.shadow_state import ShadowStep
 from adacheck_jax.plan.decision import shown
 from adacheck_jax.plan.options import Options
-from adacheck_jax.plan.save_plan import SavePlan
 from adacheck_jax.plan.situation import BackgroundFacts, sizes_of
 from adacheck_jax.proof import second_copy
 from adacheck_jax.save.attempt import Attempt, Exchange
@@ -173,21 +172,22 @@ class Saver:
         replayable: bool,
     ) -> Save:
         planner = self._planner
-        again = planner.deferred.supersede(step)
         agrees = functools.partial(self._stager.wire.agrees, consent)
-        course = planner.plan_save(snapshot, directory, step, again, agrees, replayable=replayable)
+        course = planner.plan_save(snapshot, directory, step, agrees, replayable=replayable)
         planned, parent = course.plan, None if course.plan.is_base else course.parent
         if parent is not None and parent.save is None:  # what was looked at is gone on from
             self._bases.restart(parent.base_depth)
         if planned.given_up:
             planner.deferred.give_up(0, planned.given_up)
         try:
-            staged = self._stager.stage(snapshot, course, again, str(directory), consent)
-            own, witness, copies = staged
+            own, witness, copies = self._stager.stage(snapshot, course, str(directory), consent)
             is_exported = planned.update is not NOT_YET
             self._stager.returned.clear()
             exporting = None if is_exported else self._stager.export(planned.structure)
-            self._tell(planned, again)
+            decision = planned.decision
+            _log.debug("step %d: %s (%s)", planned.step, decision.kind, decision.reason)
+            self._notices.note_plan(planned)
+            self._notices.note_step(planned.step)
             copies.wait()
         finally:
             self._stager.wire.finish()
@@ -381,7 +381,7 @@ class Saver:
         is_known = is_computed(snapshot) and not (before and before.plan.is_speculative)
         label = f"recorded step {number}"
         try:
-            own, witness, copies = self._stager.stage(snapshot, course, None, label, consent)
+            own, witness, copies = self._stager.stage(snapshot, course, label, consent)
             copies.wait()
         finally:
             self._stager.wire.finish()
@@ -394,8 +394,11 @@ class Saver:
         tip = Tip(number, depth, own, copies.kept, witness)
         is_collective = second_copy.is_collective(snapshot, course.plan.update)
         compares = own.compare is not None and is_collective
-        if compares and not self._is_agreed(own, name_of(course.plan, snapshot), consent):
-            return "not all processes compare it with the same replay"
+        with contextlib.ExitStack() as undo:
+            undo.callback(own.release)
+            if compares and not self._stager.wire.agrees(consent, name_of(course.plan, snapshot)):
+                return "not all processes compare it with the same replay"
+            undo.pop_all()
         deferred.add(tip, own, drains=snapshot.structure.on_accelerator)
         if compares:
             with contextlib.suppress(AdaCheckError):  # raised by the save of this step
@@ -403,16 +406,6 @@ class Saver:
         self._watch.leave_deferred()
         self._has_gap = False
         return planner.settle_last_deferred() if waits else ""
-
-    def _is_agreed(self, own: Pending, what: str, consent: Consent | None) -> bool:
-        """True if all processes compare a step by one replay; else it is let go of."""
-        is_agreed = False
-        try:
-            is_agreed = self._stager.wire.agrees(consent, what)
-        finally:
-            if not is_agreed:
-                own.release()
-        return is_agreed
 
     def close(self) -> None:
         """Tells of deferred steps that are not saved; another manager may still save them."""
@@ -425,8 +418,9 @@ class Saver:
         """Begins to measure a call, and learns what all processes know of the costs before it."""
         save = self._planner.parents.save
         self._watch.enter(save.durable_s if save is not None else None)
-        if save is not None:
-            self._schedule.add(save.take_measured())
+        if save is not None and save.agreed is not None:
+            measured, save.measured = save.measured, ()
+            self._schedule.add(measured)
         # Of several processes one may not know yet, when a step is recorded, what another one does.
         if is_save or jax.process_count() == 1:
             self._go_on(save)
@@ -438,10 +432,12 @@ class Saver:
             self._bases.go_on(taken.committed, failed=failed)
         facts = self._bases.own
         if jax.process_count() > 1:
-            facts = save.agreed_background if save is not None else None
-            if save is not None and save.agreed is not None:
-                keeps_records, due = save.agreed.memory
-                self._shadow.learn(keeps_records=keeps_records, due=due)
+            agreed = save.agreed if save is not None else None
+            if agreed is not None:
+                self._shadow.learn(keeps_records=agreed.memory[0], due=agreed.memory[1])
+            facts = agreed.background if agreed is not None else None
+            if save is not None and save.error is not None:
+                facts = BackgroundFacts()
         seconds = self._bases.learn(facts) if facts is not None else None
         if seconds is None or taken is None or taken.save is None:
             return
@@ -459,19 +455,6 @@ class Saver:
             tip = self._planner.deferred.tip_behind(parent)
             number = parent.tip.step if parent.number is None else parent.number
             self._schedule.note(number, tip.depth)
-
-    def _tell(self, planned: SavePlan, again: Pending | None) -> None:
-        """Tells of a plan, in the log and in warnings."""
-        _log.debug("step %d: %s (%s)", planned.step, planned.decision.kind, planned.decision.reason)
-        self._notices.note_plan(planned)
-        self._notices.note_step(planned.step)
-        counts = planned.counts
-        if again is not None and counts is not None and again.counts() != counts:
-            _log.warning(
-                "Step %d was recorded with %s updates and is saved with %s: what was recorded is "
-                "not saved. Give record_step the numbers of the steps, as the manager counts them.",
-                *(planned.step, shown(again.counts()), shown(counts)),
-            )
 
 
 def _why_not_same(snapshot: Snapshot, parent: Parent) -> str:

@@ -140,8 +140,9 @@ def _validate_replayed(
         step.disproved = frozenset(wrong)
         raise ReplayError(
             f"{save.directory}: step {step.step}: "
-            f"{pending.told(step.plan.structure, wrong)}. {pending.LATE} {pending.CAUSES} "
-            f"{_NEXT}"
+            f"{pending.told(step.plan.structure, wrong)}. This was found after the save had "
+            "returned, when the state could not be had any more: the step is not saved. "
+            f"{pending.CAUSES} {_NEXT}"
         )
     return bool(wrong)
 

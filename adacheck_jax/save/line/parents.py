@@ -242,7 +242,10 @@ class Parents:
         if not at(final_directory).on_file_system:
             return False
         root = final_directory.parent
-        while root != root.parent and not _is_root(root):
+        # The root exists, and is not a step's directory.
+        while root != root.parent and (
+            not at(root).is_folder or at(root / marks.STEP_METADATA).exists
+        ):
             root = root.parent
         if root not in self._links:
             self._links[root] = links.can_link(root)
@@ -254,8 +257,3 @@ class Parents:
         # A manager asks with each save: one that did not so far has another policy, or none.
         is_kept = keep is not None and (keep.is_asked or self.saved is None)
         return is_kept or self.has_links(final_directory)
-
-
-def _is_root(directory: AnyPath) -> bool:
-    """True if a directory exists and is not a step's."""
-    return at(directory).is_folder and not at(directory / marks.STEP_METADATA).exists

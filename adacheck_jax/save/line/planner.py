@@ -22,7 +22,7 @@ from adacheck_jax.errors import AdaCheckError, LineageError, ReplayError
 from adacheck_jax.format.boxes import Blocks
 from adacheck_jax.memory.shadow import ShadowThread
 from adacheck_jax.plan import save_plan, situation
-from adacheck_jax.plan.decision import Decision, replays, unplanned
+from adacheck_jax.plan.decision import Decision, replays, shown, unplanned
 from adacheck_jax.plan.options import Options
 from adacheck_jax.plan.save_plan import SavePlan
 from adacheck_jax.plan.situation import BackgroundFacts, Counts, Facts, SavedFacts, Situation
@@ -54,12 +54,14 @@ class Course:
         parent: the step on the disk that a delta follows, also where the plan is a base.
         tip: the last step in memory behind that parent.
         check: comparison of the replay that is made before the save returns.
+        again: the same step, if it was deferred before, as far as is known with the same state.
         compare: the one that is left to the worker, where not all processes enter it.
     """
 
     plan: SavePlan
     parent: Parent | None
     tip: Tip | None
+    again: Pending | None = None
     check: Check | None = None
     compare: Comparison | None = None
 
@@ -94,7 +96,6 @@ class Planner:
         snapshot: Snapshot,
         directory: AnyPath,
         step: int | None,
-        again: Pending | None,
         agrees: Callable[[str], bool],
         *,
         replayable: bool,
@@ -102,12 +103,13 @@ class Planner:
         """Plans a save: without a look at the state's values if it is still being computed.
 
         A replayed delta is compared with the state, and planned anew from what replay gets wrong,
-        unless the plan is speculative; ``again`` is the same step, if it was deferred before.
-        ``agrees`` asks all processes if they enter a collective of that name.
+        unless the plan is speculative. ``agrees`` asks all processes if they enter a collective of
+        that name.
 
         Raises:
             AdaCheckError: deferred steps are lost; told once.
         """
+        again = self.deferred.supersede(step)
         only = self.parents.only
         waits = self.distrust.is_cautious or is_computed(snapshot)
         if not waits and step is not None and only is not None and only.save is not None:
@@ -115,9 +117,16 @@ class Planner:
             facts = self._situation(snapshot, directory, step, None, only, again, replayable)
             planned = save_plan.speculate(facts, self._options)
             if planned is not None and not second_copy.is_collective(snapshot, facts.update):
-                return Course(planned, only, self.deferred.tip_behind(only))
+                return Course(planned, only, self.deferred.tip_behind(only), again)
         counts = snapshot.counts()  # waits for the running step
         self.settle_deferred()
+        if again is not None and again.counts() != counts:
+            _log.warning(
+                "Step %d was recorded with %s updates and is saved with %s: what was recorded is "
+                "not saved. Give record_step the numbers of the steps, as the manager counts them.",
+                *(again.step, shown(again.counts()), shown(counts)),
+            )
+            again = None
         parent = self.deferred.follows if len(self.deferred) else None
         if parent is not None and not self.parents.look(parent, directory):
             self.deferred.give_up(0, "the step that they follow is not there")
@@ -125,14 +134,15 @@ class Planner:
         parent = parent or self.parents.choose(directory, counts)
         facts = self._situation(snapshot, directory, step, counts, parent, again, replayable)
         tip = self.deferred.tip_behind(parent) if parent else None
-        course = Course(save_plan.plan(facts, self._options), parent, tip)
-        if course.plan.decision.kind != "replay" or tip is None or tip.witness is None:
+        course = Course(save_plan.plan(facts, self._options), parent, tip, again)
+        witness = tip and tip.witness
+        if course.plan.decision.kind != "replay" or parent is None or witness is None:
             return course
         is_collective = second_copy.is_collective(snapshot, facts.update)
         if is_collective and not agrees(name_of(course.plan, snapshot)):
             refuse = functools.partial(_refuse, course.plan.step)
             return dataclasses.replace(course, compare=refuse)
-        return self._corrected(snapshot, course, facts, tip, tip.witness)
+        return self._corrected(snapshot, course, facts, parent, witness)
 
     def plan_deferred(
         self,
@@ -199,7 +209,7 @@ class Planner:
             makes_bases=self._bases.known.are_possible
             if jax.process_count() > 1
             else self.background(directory).are_possible,
-            shadow_problem="" if tip is None else self._shadow_problem(tip, again, counts),
+            shadow_problem="" if tip is None else self._shadow_problem(tip, again),
         )
 
     def _facts(
@@ -228,17 +238,15 @@ class Planner:
             has_moved=tip.witness is not None and not fits,
         )
 
-    def _shadow_problem(self, tip: Tip, again: Pending | None, counts: Counts | None) -> str:
+    def _shadow_problem(self, tip: Tip, again: Pending | None) -> str:
         """The reason why a base is due: the shadow followed what was given up, or has no room.
 
         Of several processes all have to plan alike: by what they agreed on with the last save.
         """
         if jax.process_count() > 1:
             return self._shadow.due
-        is_same = again is not None and (counts is None or again.counts() == counts)
-        if self._shadow.is_beyond(tip.position) and not (
-            is_same and not self._shadow.is_beyond(again)
-        ):
+        is_again = again is not None and not self._shadow.is_beyond(again)
+        if self._shadow.is_beyond(tip.position) and not is_again:
             return "the shadow followed another step"
         return self._shadow.wants_base
 
@@ -254,12 +262,13 @@ class Planner:
         return dataclasses.replace(own, are_possible=may_be)
 
     def _corrected(
-        self, snapshot: Snapshot, course: Course, facts: Situation, tip: Tip, witness: Witness
+        self, snapshot: Snapshot, course: Course, facts: Situation, parent: Parent, witness: Witness
     ) -> Course:
         """Compares replay with a state that is still there, and plans anew what it gets wrong."""
-        if tip.staged is not None:
+        before = self.deferred.tip_behind(parent).staged or parent
+        if isinstance(before, Pending):
             with contextlib.suppress(AdaCheckError):  # raised by the save of that step
-                tip.staged.verify()
+                before.verify()
         planned, structure = course.plan, course.plan.structure
         checker = self.checker_of(structure, planned.update)
         sums = functools.partial(sums_of, snapshot)
@@ -275,8 +284,9 @@ class Planner:
             made = save_plan.decided(facts, unplanned(reason), self._options)
             return dataclasses.replace(course, plan=made)
         wrong = frozenset(findings) - save_plan.known_unreplayed(facts)
-        made = save_plan.planned(facts, planned.decision, self._options, wrong=wrong)
-        wrong |= _changed(snapshot, course, made)
+        if planned.unchanged and jax.process_count() == 1:  # others may not know the values yet
+            expected, own = before.sums(), sums_of(snapshot, planned.unchanged)
+            wrong |= {i for i, value in own.items() if value != expected[i]}
         if not wrong:
             return dataclasses.replace(course, check=check)
         unhealed = _owned_by_others(snapshot, wrong)
@@ -449,23 +459,6 @@ def checker_of(structure: Structure, program: ExportedUpdate) -> Checker:
     if program.pieces is not None:
         return Sampling(structure, program, program.pieces)
     return (second_copy.Following if program.engine == "full" else Identity)(structure, program)
-
-
-def _changed(snapshot: Snapshot, course: Course, made: SavePlan) -> frozenset[int]:
-    """The leaves that a delta leaves to the parent, and whose bits are not the parent's."""
-    parent, tip = course.parent, course.tip
-    found = parent.lineage if parent else None
-    if jax.process_count() > 1:
-        return frozenset()  # the others may not know the values yet
-    if found is None or tip is None or not made.unchanged:
-        return frozenset()
-    expected: Sequence[int] | Mapping[int, int] = found.manifest.fingerprints
-    if tip.step != found.manifest.step:  # a step that was deferred since
-        if tip.staged is None:
-            return frozenset()
-        expected = tip.staged.sums()
-    own = sums_of(snapshot, made.unchanged)
-    return frozenset(i for i, value in own.items() if value != expected[i])
 
 
 def _owned_by_others(snapshot: Snapshot, leaves: Collection[int]) -> frozenset[int]:
