@@ -88,10 +88,7 @@ class SavePlan:
 
     @property
     def checked_by(self) -> str:
-        """Engine that compares the replay with the state; ``"stored"`` if nothing is replayed.
-
-        A sample that takes every compared leaf whole is ``"full"``.
-        """
+        """Engine that compares the replay with the state; ``"stored"`` if nothing is replayed."""
         if not self.decision.updates:
             return "stored"
         is_whole = self.update.engine == "sample" and self.update.is_sampled_whole(self.structure)
@@ -181,7 +178,7 @@ def plan_deferred(
     if parent is None or situation.step is None:
         return "there is nothing yet to build on"
     saved = parent.saved
-    if not replays(update, options, replayable=saved is None or saved.replayable):
+    if not replays(update, options, replayable=situation.replayable):
         return update.problem or "the step has to be stored in full"
     if saved is not None:
         if structure.lead != saved.structure.lead:
@@ -211,10 +208,7 @@ def known_unreplayed(situation: Situation) -> frozenset[int]:
 
 
 def decided(situation: Situation, decision: Decision, options: Options) -> SavePlan:
-    """The plan of a decision; a base gives way to a delta of the whole state behind deferred steps.
-
-    A base has no room for deferred steps, a delta has room for all of a state.
-    """
+    """The plan of a decision; behind deferred steps, which it cannot hold, a base is a delta."""
     made, parent = planned(situation, decision, options), situation.parent
     if not decision.is_base or parent is None or not parent.deferred_count:
         return made

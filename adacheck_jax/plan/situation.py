@@ -29,14 +29,12 @@ class SavedFacts:
 
     Attributes:
         interval: steps between its own parent and it.
-        replayable: True if no leaf of an update was stored in another data type.
         is_lost: True if it is known not to be saved, now or later.
     """
 
     structure: Structure
     kind: Kind
     interval: int
-    replayable: bool
     is_lost: bool
 
 
@@ -91,7 +89,8 @@ class Situation:
     Attributes:
         step: step number; None if neither the caller nor the directory gives it.
         counts: update counters; None while they are still being computed.
-        replayable: True if no leaf of an update is stored in another data type.
+        replayable: True if no leaf of an update is stored in another data type; of a step that is
+            deferred, none of the step saved last.
         distrusted: leaves whose replay was found wrong in a way that a sample may miss.
         parent: the step that a delta would follow; None for none.
         is_only: True if no other step could be followed instead.
@@ -164,10 +163,7 @@ def sizes_of(structure: Structure) -> Sizes:
 
 
 def most_bytes(structure: Structure) -> int:
-    """Host memory that deferred steps may take in a process: as much as a base does.
-
-    All processes give the same number, since all have to answer alike.
-    """
+    """Host memory for deferred steps in a process, the same in all: as much as a base takes."""
     return max(_LEAST_BYTES, bytes_of(structure, range(len(structure.leaves))))
 
 

@@ -8,20 +8,20 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Sequence
-from typing import Any, Protocol
+from typing import Protocol
 
 from adacheck_jax.errors import AdaCheckError
+from adacheck_jax.memory.peers import Report
+from adacheck_jax.memory.sending.consent import Asking
 from adacheck_jax.store.storage.interface import Stamp
 
-Report = dict[str, Any]
-"""Account of what one process wrote, as JSON."""
 BEGUN = "begun"
 """Topic of the exchange about the saves that all processes have begun."""
 SHARES = "shares"
 """Topic of the exchange about what each process wrote."""
 
 
-class Exchange(Protocol):
+class Exchange(Asking, Protocol):
     """Reports of the processes of a run to each other about one attempt to save a step."""
 
     def agree(
@@ -59,9 +59,6 @@ class Exchange(Protocol):
         If the error is one of the ``kinds`` they raise the same.
         """
 
-    def tell(self, topic: str, report: Report) -> None:
-        """Posts this process's report, or as process 0 the answer, and waits for nobody."""
-
     def refusal(self, topic: str) -> AdaCheckError | None:
         """The error that process 0 has told the others; None if it has told none so far."""
         ...
@@ -69,9 +66,6 @@ class Exchange(Protocol):
     def reports(self, topic: str) -> Sequence[Report]:
         """The reports of all processes on a topic that they agreed on."""
         ...
-
-    def forget(self) -> None:
-        """Lets go of what was told, once all processes are past this attempt."""
 
     def beside(self, name: str) -> Exchange:
         """An exchange about something that begins with this attempt, and outlives it."""

@@ -47,7 +47,6 @@ class _Pending:
     """A step that is to become a base.
 
     Attributes:
-        directory: its item directory.
         copies: gives its elements, those that this process has.
         earlier_sums: this process's contributions to the fingerprints of the base before; None if
             they are not known.
@@ -149,11 +148,7 @@ class BackgroundBases:
         return True
 
     def go_on(self, lineage_of: Callable[[], Lineage | None], *, failed: bool) -> None:
-        """Begins to write the base once its step is committed, and looks after it.
-
-        ``lineage_of`` gives the step's lineage once it is committed, in process 0; or its save has
-        ``failed``.
-        """
+        """Begins to write the base once process 0 has the lineage of its step, if that is saved."""
         pending = self._pending
         if pending is None:
             return

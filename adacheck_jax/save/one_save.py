@@ -38,7 +38,6 @@ class Agreed:
         memory: True where memory is to keep records, and the reason why the next save is a base.
         replicas: for each step the device whose replica was written; empty if all are equal.
         lead: the device whose replica the next saves write.
-        reports: gives the reports of all processes.
     """
 
     caution: Caution

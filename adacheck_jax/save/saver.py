@@ -249,9 +249,7 @@ class Saver:
         )
 
     def begin_kept(self, directory: AnyPath, number: int | None, exchange: Exchange | None) -> Save:
-        """Begins to write again what storage refused, without a state.
-
-        If nothing is, what was deferred is written, up to the step of that number.
+        """Begins to write again what storage refused; if nothing, deferred steps up to a number.
 
         Raises:
             AdaCheckError: steps are lost; told once. Or there is nothing to write.
@@ -368,7 +366,7 @@ class Saver:
             return "another step was restored meanwhile"
         if number == parent.tip.step:
             return _why_not_same(planner.snapshots.take(state), parent)
-        again = deferred.cut(len(deferred) - 1)[0] if number == last else None
+        again = deferred.supersede(number)
         if not len(deferred):
             deferred.follows = parent
         snapshot = planner.snapshots.take(state)

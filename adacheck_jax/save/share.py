@@ -44,17 +44,14 @@ def write(save: Save, directory: AnyPath, layout: ArrayLayout) -> None:
         save.agreed = _agreed(save, directory, layout)
         save.durable_s = save.clock()
         save.before_commit()
-    except AdaCheckError as error:
+    except Exception as error:
         save.error = error
         deferred = [each.step for each in save.steps[:-1]]
-        if deferred and not save.is_kept:
+        if isinstance(error, AdaCheckError) and deferred and not save.is_kept:
             raise type(error)(
                 f"{error} Not saved either, as they were to be written with it: the recorded "
                 f"steps {lineages.shown_steps(deferred)}."
             ) from error
-        raise
-    except Exception as error:
-        save.error = error
         raise
     finally:
         # What may have to be written again is kept until Orbax has given the step its name.

@@ -246,7 +246,7 @@ def situation_of(structure, counts, *, leaves=None, deferred_count=0, step=7, lo
     leaves = leaves or structure.leaves
     base = types.SimpleNamespace(leaves=leaves, update=update)
     lineage = types.SimpleNamespace(base=base, problem="", is_recut=False)
-    saved = situation.SavedFacts(structure, "replay", 1, True, False)
+    saved = situation.SavedFacts(structure, "replay", 1, False)
     known = None if counts is None else (6,)
     facts = situation.Facts(6, 5, known, lineage, deferred_count, saved, True, leaves, leaves)
     return situation.Situation(

@@ -21,9 +21,6 @@ class DeferredSteps:
     next one waits for the oldest. On accelerators a record is copied on its device first and
     drained from there in the background, so that no step waits for a transfer;
     :data:`_DRAINING_COUNT` of them at most take device memory.
-
-    Attributes:
-        follows: the saved or restored step that they follow.
     """
 
     def __init__(self) -> None:
@@ -71,10 +68,7 @@ class DeferredSteps:
         tell_given_up([each.step for each in self.cut(count)], why)
 
     def supersede(self, step: int | None) -> Pending | None:
-        """Gives up the steps that a save replaces.
-
-        Gives the step that it saves again, if that was deferred last.
-        """
+        """Gives up the steps that a save replaces; the one that it saves again, if it was last."""
         steps = self.steps
         if step is None or not steps:
             return None
@@ -85,11 +79,7 @@ class DeferredSteps:
         return None
 
     def settle(self, *, verify: bool) -> None:
-        """Settles the steps in order; waits for those that are still being computed.
-
-        Raises:
-            AdaCheckError: some are not one update apart; or a replay is wrong.
-        """
+        """Settles the steps in order; raises where some are not one update apart, or wrong."""
         for each in self.steps:
             each.settled()
         if verify and self._tips:

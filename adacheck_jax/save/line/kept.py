@@ -169,16 +169,10 @@ class Keeper:
     def take_back(self, count: int = 1, why: str = "") -> None:
         """Lets go of the steps recorded last, which another process lacks; tells why, if given."""
         with self._lock:
-            past = self._deferred.cut(max(len(self._deferred) - count, 0))
-        if why:
-            tell_given_up([each.step for each in past], why)
+            self._deferred.give_up(max(len(self._deferred) - count, 0), why)
 
     def is_there(self) -> bool:
-        """True if the save that storage seemed to refuse is on the disk.
-
-        Raises:
-            OSError: storage does not tell.
-        """
+        """True if the save that storage seemed to refuse is on the disk; OSError if not known."""
         with self._lock:
             save = self._parents.save
         if save is None or not save.is_kept or (committed := save.committed) is None:

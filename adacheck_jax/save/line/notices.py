@@ -121,8 +121,8 @@ class Notices:
 
 
 def tell_given_up(steps: Collection[int], why: str) -> None:
-    """Warns of deferred steps that will not be saved."""
-    if steps:
+    """Warns of deferred steps that will not be saved, unless another warning says why."""
+    if steps and why:
         shown = lineage.shown_steps([*steps])
         _log.warning("Recorded steps that are not saved: %s; %s.", shown, why)
 

@@ -94,10 +94,7 @@ class Parent:
 
     @property
     def identity(self) -> tuple[frozenset[str], Stamp | None]:
-        """Names of its files, while it was whole, and identity of its manifest.
-
-        Empty if this process does not know them, and None if it did not write that.
-        """
+        """Names of its files, while it was whole, and identity of its manifest; if known here."""
         committed = self.save.committed if self.save else None
         return (committed.files, committed.stamp) if committed else (self._files, None)
 

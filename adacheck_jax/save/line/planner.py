@@ -152,11 +152,9 @@ class Planner:
         again: Pending | None,
         away_bytes: int | None,
     ) -> Course | str:
-        """Plans a step that stays in memory; or gives the reason why it has to be saved instead.
-
-        While storage is away they may take ``away_bytes``, if that is more than what they may take.
-        """
-        facts = self._situation(snapshot, parent.directory, step, None, parent, again, True)
+        """Plans a step that stays in memory; or gives the reason why it has to be saved instead."""
+        replayable = parent.save is None or parent.save.replayable
+        facts = self._situation(snapshot, parent.directory, step, None, parent, again, replayable)
         planned = save_plan.plan_deferred(facts, self._options, is_away=away_bytes is not None)
         if isinstance(planned, str):
             return planned
@@ -219,8 +217,8 @@ class Planner:
         tip, save, saved = self.deferred.tip_behind(parent), parent.save, None
         base_depth, before = parent.base_depth, tip.staged or parent
         if save is not None:
-            kind, replayable = save.plan.decision.kind, save.replayable
-            saved = SavedFacts(save.structure, kind, save.interval, replayable, save.is_lost)
+            kind = save.plan.decision.kind
+            saved = SavedFacts(save.structure, kind, save.interval, save.is_lost)
             # Several processes may not see at the same save that a step has become a base.
             made_depth = self._bases.newest_depth
             base_depth = max(base_depth, made_depth) if jax.process_count() == 1 else made_depth
@@ -419,10 +417,7 @@ class Planner:
         return parent, tips
 
     def settle_last_deferred(self) -> str:
-        """Settles the steps deferred so far; in a cautious run they are compared too.
-
-        Gives the reason why the last one has to be saved instead; empty if it is what it should be.
-        """
+        """The reason, if any, why the last step deferred has to be saved instead; waits for all."""
         try:
             self.deferred.settle(verify=self.distrust.is_cautious and jax.process_count() == 1)
         except AdaCheckError as error:
