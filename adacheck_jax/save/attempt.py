@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import Protocol
 
 from adacheck_jax.errors import AdaCheckError
@@ -72,37 +73,33 @@ class Exchange(Asking, Protocol):
         ...
 
 
+@dataclass(slots=True, eq=False)
 class Attempt:
     """One attempt to save a step.
 
     Orbax gives up on a step as soon as one of its items fails, while others are still being
     written; and the step may be saved again at once, into a directory of the same name.
 
-    Args:
+    Attributes:
         turn: lock held by the save that writes, of all saves of a training run: one at a time.
         token: mark of all files that the training run writes.
         exchange: exchange with the other processes; None if there is none.
         earlier: exchanges of attempts before, which some process may still read.
-
-    Attributes:
+        is_over: True once the same step is being saved again.
         claim: identity of this process's claim in a store; see :mod:`~adacheck_jax.store.claims`.
     """
 
-    def __init__(
-        self,
-        turn: threading.Lock,
-        token: str,
-        exchange: Exchange | None = None,
-        earlier: Sequence[Exchange] = (),
-    ) -> None:
-        self.turn, self.token, self.is_over = turn, token, False
-        self.claim: Stamp | None = None
-        self.exchange, self._earlier = exchange, earlier
+    turn: threading.Lock
+    token: str
+    exchange: Exchange | None = None
+    earlier: Sequence[Exchange] = ()
+    is_over: bool = False
+    claim: Stamp | None = None
 
     def next(self, exchange: Exchange | None, *, repeats: bool) -> Attempt:
         """The attempt that follows; this one is over if it ``repeats`` the same step."""
         self.is_over |= repeats
-        earlier = [*self._earlier, *([self.exchange] if self.exchange else [])]
+        earlier = [*self.earlier, *([self.exchange] if self.exchange else [])]
         return Attempt(self.turn, self.token, exchange, earlier)
 
     def agree(self, topic: str, own: Report, judge: Callable[[Sequence[Report]], Report]) -> Report:
@@ -112,7 +109,7 @@ class Attempt:
         before = "" if topic == SHARES else SHARES
         answer = self.exchange.agree(topic, own, judge, lambda: self.is_over, before)
         # All processes have begun this attempt, so none waits in an earlier one.
-        for each in self._earlier:
+        for each in self.earlier:
             each.forget()
-        self._earlier = ()
+        self.earlier = ()
         return answer

@@ -76,11 +76,10 @@ class Notices:
         decision = plan.decision
         for message in decision.notices:
             self.warn_once(message)
-        if decision.is_planned:
-            self._unplanned_count = 0 if not decision.is_base else self._unplanned_count
-            return
-        self._unplanned_count += 1
-        if self._unplanned_count >= 2:
+        if not decision.is_base:
+            self._unplanned_count = 0
+        self._unplanned_count += not decision.is_planned
+        if self._unplanned_count >= 2 and not decision.is_planned:
             remedies = (text for key, text in _REMEDIES.items() if key in decision.reason)
             remedy = next(remedies, "See the log.")
             self.warn_once(

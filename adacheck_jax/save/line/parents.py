@@ -52,7 +52,7 @@ class Tip:
 
     @property
     def leaves(self) -> tuple[Leaf, ...]:
-        """Every leaf, in its boxes; none of a restored state that no delta follows."""
+        """Every leaf, in its boxes."""
         return self.restored if self.staged is None else self.staged.plan.structure.leaves
 
     @property
@@ -70,6 +70,7 @@ class Tip:
             self.preparing = None
 
 
+@dataclass(slots=True, eq=False)
 class Parent:
     """A step on the disk that the next delta may refer to: the one saved or restored last.
 
@@ -80,17 +81,16 @@ class Parent:
         lineage: its lineage as it was found on the disk last; None if no delta can follow it.
     """
 
-    def __init__(
-        self,
-        directory: AnyPath,
-        number: int | None,
-        tip: Tip,
-        save: Save | None,
-        restored: Lineage | None = None,
-    ) -> None:
-        self.directory, self.number, self.tip, self.save = directory, number, tip, save
-        self.lineage = restored
-        self._files = links.files_of(restored.entries[-1]) if restored else frozenset[str]()
+    directory: AnyPath
+    number: int | None
+    tip: Tip
+    save: Save | None
+    lineage: Lineage | None = None
+    _files: frozenset[str] = frozenset()
+
+    def __post_init__(self) -> None:
+        if self.lineage is not None:  # it was restored just now
+            self._files = links.files_of(self.lineage.entries[-1])
 
     @property
     def identity(self) -> tuple[frozenset[str], Stamp | None]:

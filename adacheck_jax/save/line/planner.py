@@ -232,7 +232,7 @@ class Planner:
             saved=saved,
             has_witness=fits,
             copied=tip.host_copies,
-            leaves=tip.leaves or (parent.lineage.leaves if parent.lineage else ()),
+            leaves=tip.leaves,
             has_moved=tip.witness is not None and not fits,
         )
 
