@@ -144,7 +144,7 @@ def speculate(situation: Situation, options: Options) -> SavePlan | None:
     Saves that are as far apart as the last two were lie one update apart, or none, if those did; so
     do a save and a step that was deferred before.
     """
-    parent, update = situation.parent, situation.update
+    parent = situation.parent
     if situation.step is None or parent is None or parent.saved is None or not situation.is_only:
         return None
     saved, lineage = parent.saved, parent.lineage
@@ -153,9 +153,7 @@ def speculate(situation: Situation, options: Options) -> SavePlan | None:
         saved.structure is not situation.structure
         or not parent.has_witness
         or not (goes_on or parent.deferred_count)
-        or not situation.replayable
-        or update.engine == "identity"  # which has nothing to wait for
-        or not update.program
+        or situation.update.engine == "identity"  # which has nothing to wait for
         or not situation.is_checker_ready
         or lineage is None
         or lineage.problem

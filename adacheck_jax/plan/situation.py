@@ -96,7 +96,7 @@ class Situation:
         is_only: True if no other step could be followed instead.
         is_first: True if nothing was saved or restored before.
         keeps_ancestors: True if the steps that a delta builds on live as long as it does.
-        is_checker_ready: True if a check would not wait for a compiler.
+        is_checker_ready: True if updates are replayed, and a check would not wait for a compiler.
         longest_lineage: number of deltas that may follow the base, as the schedule has it now.
         makes_bases: True if a delta can become a base in the background. Until it is one, the
             lineage may grow to twice that length.
