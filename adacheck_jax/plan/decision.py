@@ -1,7 +1,4 @@
-"""Base, replayed delta or differences: the kind of a save, and the reason for it.
-
-Pure functions of the facts about a state and the step that it would follow.
-"""
+"""Base, replayed delta or differences: the kind of a save, and the reason for it."""
 
 from __future__ import annotations
 
@@ -24,7 +21,6 @@ class Decision:
     """The kind of a save.
 
     Attributes:
-        kind: base, replayed delta, or delta of bits.
         reason: an explanation for the log and the manifest.
         updates: positions of the recorders whose update, one since the parent, is replayed.
         is_planned: True if a user who knows the handler's options expects it.
@@ -53,9 +49,10 @@ def one_update(structure: Structure, reason: str) -> Decision:
     return Decision("replay", reason, tuple(range(len(structure.bindings))))
 
 
-def described(updates: tuple[int, ...]) -> str:
-    """Updates in a reason."""
-    return {0: "no update", 1: "one update"}.get(len(updates), f"{len(updates)} updates")
+def replayed(updates: tuple[int, ...]) -> Decision:
+    """A delta of one update of some recorders."""
+    reason = {0: "no update", 1: "one update"}.get(len(updates), f"{len(updates)} updates")
+    return Decision("replay", reason, updates)
 
 
 def advanced(before: Counts, after: Counts) -> tuple[int, ...] | None:
@@ -87,12 +84,12 @@ def fits(parent: Facts, structure: Structure, update: ExportedUpdate) -> bool:
     return not _unlike(lineage.base, structure, update)
 
 
-def decide(situation: Situation, counts: Counts, options: Options) -> Decision:
+def decide(situation: Situation, options: Options) -> Decision:
     """Base, replayed delta or differences, and notices to the user."""
     update, only_bits = situation.update, options.delta == "bits"
     if not situation.replayable and not only_bits:
         return _bases_only("save_args cast leaves that the update consumes or computes")
-    decision, parent = by_counters(situation, counts, options), situation.parent
+    decision, parent = by_counters(situation, options), situation.parent
     if not decision.is_base and parent is not None and parent.lineage is not None:
         decision = _followed(decision, parent, parent.lineage, situation, options)
     if not update.problem or not situation.structure.bindings or only_bits:
@@ -127,22 +124,24 @@ def _followed(
         return unplanned(reason)
     if parent.deferred_count and not situation.is_only:
         return Decision("base", "another step was restored meanwhile")
-    if decision.kind == "replay" and parent.has_moved:
+    if decision.kind == "bits":
+        return decision
+    if parent.has_moved:
         return unplanned("the sharding of the state changed, or its update did")
-    if decision.kind == "replay" and not parent.has_witness:
+    if not parent.has_witness:
         return Decision("base", "the step before is not known here well enough to check")
-    if decision.kind == "replay" and situation.shadow_problem:
+    if situation.shadow_problem:
         return Decision("base", situation.shadow_problem)
     return decision
 
 
-def by_counters(situation: Situation, counts: Counts, options: Options) -> Decision:
+def by_counters(situation: Situation, options: Options) -> Decision:
     """The decision by step, counters and length of the lineage.
 
     A counter that skipped means that records were missed, so a base is due where updates are
     replayed.
     """
-    parent = situation.parent
+    parent, counts = situation.parent, situation.counts or ()
     if options.delta != "bits" and not counts:
         return Decision("base", "no recorder")
     if parent is None or parent.lineage is None:
@@ -166,7 +165,7 @@ def by_counters(situation: Situation, counts: Counts, options: Options) -> Decis
         return unplanned(
             f"the update counter went from {shown(before)} to {shown(counts)}: not one update"
         )
-    return Decision("replay", described(updates), updates)
+    return replayed(updates)
 
 
 def number_of(situation: Situation) -> int:

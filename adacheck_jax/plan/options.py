@@ -57,10 +57,7 @@ class Shadow:
             memory: it follows every update that can be replayed, and makes no bases.
 
     Raises:
-        ValueError: ``bytes`` is not positive, ``copies`` negative, ``domain`` no name,
-            ``directory`` no directory of this machine, another value is not True or False, there
-            are ``records`` or more ``copies`` without a directory, or a copy on the devices has
-            ``bytes`` or one.
+        ValueError: an argument has a value that it cannot have, alone or beside the others.
     """
 
     bytes: int | None = None
@@ -119,11 +116,7 @@ class Shadow:
 
 @dataclass(frozen=True, slots=True)
 class Options:
-    """Choices of the caller; :class:`~adacheck_jax.AdaCheckHandler` says what each of them means.
-
-    Raises:
-        ValueError: an option has a value that it cannot have.
-    """
+    """Choices of the caller; :class:`~adacheck_jax.AdaCheckHandler` says what they mean."""
 
     max_deltas: MaxDeltas = "auto"
     params_path: str | Mapping[str, str] | None = None

@@ -1,9 +1,8 @@
 """Every decision of a save, taken once: a pure function of what is known about state and parent.
 
 :func:`plan` answers for a save, :func:`plan_deferred` for a step that stays in memory until the
-next save. Neither looks at a disk or waits for a device. Where the update counters are still being
-computed, :func:`speculate` assumes one update, and :meth:`SavePlan.check` gives the plan that holds
-once they are known.
+next save. Where the update counters are still being computed, :func:`speculate` assumes one update,
+and :meth:`SavePlan.check` gives the plan that holds once they are known.
 """
 
 from __future__ import annotations
@@ -17,10 +16,10 @@ from adacheck_jax.plan.decision import (
     Decision,
     advanced,
     decide,
-    described,
     fits,
     number_of,
     one_update,
+    replayed,
     replays,
     shown,
 )
@@ -35,11 +34,7 @@ class SavePlan:
     """A save, decided.
 
     Attributes:
-        step: step number.
-        decision: kind of the save.
         counts: update counters of the state; None in a speculative plan.
-        structure: structure of the state.
-        update: its exported update.
         stored: leaves that are written, unless they turn out to be the parent's.
         kept: leaves of which the next save needs host copies.
         unreplayed: leaves that the update computes and that are stored nevertheless.
@@ -79,7 +74,7 @@ class SavePlan:
     @property
     def updates(self) -> tuple[int, ...]:
         """Positions of the recorders whose update a restore replays."""
-        return self.decision.updates if self.is_replayed else ()
+        return self.decision.updates
 
     @property
     def stale(self) -> tuple[int, ...]:
@@ -87,21 +82,13 @@ class SavePlan:
         return tuple(sorted(self.structure.ephemeral.difference(self.stored)))
 
     @property
-    def is_replayed(self) -> bool:
-        """True if an update is replayed at restore, and has to be checked."""
-        return self.decision.kind == "replay"
-
-    @property
     def is_speculative(self) -> bool:
-        """True if the update counters are not known yet."""
+        """True if the update counters are not known yet, and one update is assumed."""
         return self.counts is None
 
     @property
     def checked_by(self) -> str:
-        """Engine that compares the replay with the state; ``"stored"`` if nothing is replayed.
-
-        A sample that takes every compared leaf whole is ``"full"``.
-        """
+        """Engine that compares the replay with the state; ``"stored"`` if nothing is replayed."""
         if not self.decision.updates:
             return "stored"
         is_whole = self.update.engine == "sample" and self.update.is_sampled_whole(self.structure)
@@ -133,8 +120,7 @@ class SavePlan:
                 "when a full state could not be had any more. The step is not saved; the next one "
                 "will be a base."
             )
-        decision = Decision("replay", described(updates), updates)
-        stored = self.stored
+        decision, stored = replayed(updates), self.stored
         if len(updates) < len(counts):
             wanted = _stored(self.structure, decision, self.update, self.unreplayed, whole=True)
             stored = tuple(i for i in wanted if i in frozenset(stored))
@@ -149,33 +135,25 @@ class SavePlan:
 
 def plan(situation: Situation, options: Options) -> SavePlan:
     """Plans a save whose update counters are known."""
-    return decided(situation, decide(situation, situation.counts or (), options), options)
+    return decided(situation, decide(situation, options), options)
 
 
 def speculate(situation: Situation, options: Options) -> SavePlan | None:
-    """Plans a delta of one update, if all that is known without the counters speaks for it.
+    """Plans a delta of one update; None if the counters have to be known first.
 
     Saves that are as far apart as the last two were lie one update apart, or none, if those did; so
     do a save and a step that was deferred before.
-
-    Gives None if the counters have to be known first.
     """
-    parent, update = situation.parent, situation.update
+    parent = situation.parent
     if situation.step is None or parent is None or parent.saved is None or not situation.is_only:
         return None
     saved, lineage = parent.saved, parent.lineage
-    if saved.structure is not situation.structure or not parent.has_witness:
-        return None
-    goes_on = (
-        saved.kind == "replay"
-        and saved.follows_saved
-        and situation.step - parent.step == saved.interval
-    )
+    goes_on = saved.kind == "replay" and situation.step - parent.step == saved.interval
     if (
-        not (goes_on or parent.deferred_count)
-        or not situation.replayable
-        or update.engine == "identity"  # which has nothing to wait for
-        or not update.program
+        saved.structure is not situation.structure
+        or not parent.has_witness
+        or not (goes_on or parent.deferred_count)
+        or situation.update.engine == "identity"  # which has nothing to wait for
         or not situation.is_checker_ready
         or lineage is None
         or lineage.problem
@@ -183,24 +161,22 @@ def speculate(situation: Situation, options: Options) -> SavePlan | None:
         or situation.shadow_problem
     ):
         return None
-    return _planned(situation, one_update(situation.structure, "one update"), options)
+    return planned(situation, one_update(situation.structure, "one update"), options)
 
 
 def plan_deferred(
     situation: Situation, options: Options, *, is_away: bool = False
 ) -> SavePlan | str:
-    """Plans a step that stays in memory until the next save.
+    """Plans a step that stays in memory until the next save; or the reason why it cannot.
 
     All processes have to answer alike, so the facts are those alone that all of them know. While
     storage ``is_away`` a lineage may become longer than it should.
-
-    Gives the reason instead where the step has to be saved.
     """
     structure, update, parent = situation.structure, situation.update, situation.parent
     if parent is None or situation.step is None:
         return "there is nothing yet to build on"
     saved = parent.saved
-    if not replays(update, options, replayable=saved is None or saved.replayable):
+    if not replays(update, options, replayable=situation.replayable):
         return update.problem or "the step has to be stored in full"
     if saved is not None:
         if structure.lead != saved.structure.lead:
@@ -219,16 +195,9 @@ def plan_deferred(
         return f"the lineage would be longer than max_deltas={situation.longest_lineage}"
     if not situation.keeps_ancestors:
         return "nothing keeps the steps that it builds on"
-    if saved is not None and saved.failure and situation.process_count == 1:
+    if saved is not None and saved.is_lost and situation.process_count == 1:
         return f"the step before step {situation.step} was not saved"
-    return _planned(situation, one_update(structure, "deferred"), options)
-
-
-def with_wrong(
-    planned: SavePlan, situation: Situation, wrong: frozenset[int], options: Options
-) -> SavePlan:
-    """The plan of a delta that stores the leaves which replay was found to get wrong."""
-    return _planned(situation, planned.decision, options, wrong=wrong)
+    return planned(situation, one_update(structure, "deferred"), options)
 
 
 def known_unreplayed(situation: Situation) -> frozenset[int]:
@@ -237,44 +206,40 @@ def known_unreplayed(situation: Situation) -> frozenset[int]:
 
 
 def decided(situation: Situation, decision: Decision, options: Options) -> SavePlan:
-    """The plan of a decision; a base gives way to a delta of the whole state behind deferred steps.
-
-    A base has no room for deferred steps, a delta has room for all of a state.
-    """
-    made, parent = _planned(situation, decision, options), situation.parent
+    """The plan of a decision; behind deferred steps, which it cannot hold, a base is a delta."""
+    made, parent = planned(situation, decision, options), situation.parent
     if not decision.is_base or parent is None or not parent.deferred_count:
         return made
     if parent.lineage is None or parent.leaves != situation.structure.leaves:
         return dataclasses.replace(made, given_up=decision.reason)
     reason = f"{decision.reason}, and {parent.deferred_count} deferred steps are saved with it"
     decision = Decision("bits", reason, notices=decision.notices)
-    made = _planned(situation, decision, options)
+    made = planned(situation, decision, options)
     every = tuple(range(len(situation.structure.leaves)))
     return dataclasses.replace(made, is_whole=True, stored=every)
 
 
-def _planned(
+def planned(
     situation: Situation,
     decision: Decision,
     options: Options,
     *,
     wrong: frozenset[int] = frozenset(),
 ) -> SavePlan:
-    """A plan with all that follows from its decision."""
-    structure, update = situation.structure, situation.update
+    """A plan with all that follows from its decision; it stores what replay gets ``wrong``."""
+    structure, update, replayable = situation.structure, situation.update, situation.replayable
     unreplayed = known_unreplayed(situation) | (wrong & structure.computed)
     makes_base = decision.kind == "replay" and situation.is_base_due
     is_whole = decision.is_base or makes_base
     stored = _stored(structure, decision, update, unreplayed | wrong, whole=is_whole)
-    may_follow = replays(update, options, replayable=situation.replayable)
+    is_alone = situation.process_count == 1  # several may not find the same leaves wrong
     told: frozenset[int] = frozenset()
     unchanged: tuple[int, ...] = ()
     if decision.kind == "replay":
-        # Several processes may not have found the same leaves wrong.
-        told = unreplayed if situation.process_count == 1 else update.unreplayed
+        told = unreplayed if is_alone else update.unreplayed
         unchanged = _unchanged(structure, stored, decision.updates)
-    # Several processes may not find the same leaves wrong.
-    has_spare = situation.counts is None and situation.process_count == 1
+    has_spare = situation.counts is None and is_alone
+    distrusted = situation.distrusted | wrong
     return SavePlan(
         step=number_of(situation),
         decision=decision,
@@ -282,17 +247,11 @@ def _planned(
         structure=structure,
         update=update,
         stored=stored,
-        kept=kept(
-            structure,
-            update,
-            situation.distrusted | wrong,
-            options,
-            replayable=situation.replayable,
-        ),
+        kept=kept(structure, update, distrusted, options, replayable=replayable),
         unreplayed=told,
         unchanged=unchanged,
         spare=tuple(sorted(structure.derived.difference(stored))) if has_spare else (),
-        has_witness=may_follow,
+        has_witness=replays(update, options, replayable=replayable),
         makes_base=makes_base,
     )
 
@@ -324,10 +283,7 @@ def _stored(
     *,
     whole: bool,
 ) -> tuple[int, ...]:
-    """The leaves that a save stores: a delta those alone that it would not have without it.
-
-    What is, or becomes, a base (``whole``) has the ephemeral leaves, too.
-    """
+    """The leaves that a save stores; what is, or becomes, a base (``whole``) the ephemeral too."""
     left_out = frozenset[int]() if whole else structure.ephemeral
     every = [i for i in range(len(structure.leaves)) if i not in left_out]
     if decision.kind != "replay":

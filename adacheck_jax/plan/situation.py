@@ -28,20 +28,14 @@ class SavedFacts:
     """Facts that only a step has which this process saved.
 
     Attributes:
-        structure: structure of its state.
-        kind: kind of its save.
         interval: steps between its own parent and it.
-        replayable: True if no leaf of an update was stored in another data type.
-        follows_saved: True if it has a parent on the disk.
-        failure: the step is known not to be saved, now or later.
+        is_lost: True if it is known not to be saved, now or later.
     """
 
     structure: Structure
     kind: Kind
     interval: int
-    replayable: bool
-    follows_saved: bool
-    failure: bool
+    is_lost: bool
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,7 +43,6 @@ class Facts:
     """Facts about the step that the next one would follow.
 
     Attributes:
-        step: step number.
         depth: number of deltas between its base and it.
         counts: update counters of its state; None while they are still being computed.
         lineage: the saved step on the disk that it is, or is deferred behind; None where there is
@@ -95,17 +88,15 @@ class Situation:
 
     Attributes:
         step: step number; None if neither the caller nor the directory gives it.
-        structure: structure of the state.
-        update: its exported update.
         counts: update counters; None while they are still being computed.
-        replayable: True if no leaf of an update is stored in another data type.
+        replayable: True if no leaf of an update is stored in another data type; of a step that is
+            deferred, none of the step saved last.
         distrusted: leaves whose replay was found wrong in a way that a sample may miss.
         parent: the step that a delta would follow; None for none.
         is_only: True if no other step could be followed instead.
         is_first: True if nothing was saved or restored before.
         keeps_ancestors: True if the steps that a delta builds on live as long as it does.
-        process_count: number of processes that save together.
-        is_checker_ready: True if a check would not wait for a compiler.
+        is_checker_ready: True if updates are replayed, and a check would not wait for a compiler.
         longest_lineage: number of deltas that may follow the base, as the schedule has it now.
         makes_bases: True if a delta can become a base in the background. Until it is one, the
             lineage may grow to twice that length.
@@ -172,10 +163,7 @@ def sizes_of(structure: Structure) -> Sizes:
 
 
 def most_bytes(structure: Structure) -> int:
-    """Host memory that deferred steps may take in a process: as much as a base does.
-
-    All processes give the same number, since all have to answer alike.
-    """
+    """Host memory for deferred steps in a process, the same in all: as much as a base takes."""
     return max(_LEAST_BYTES, bytes_of(structure, range(len(structure.leaves))))
 
 

@@ -26,13 +26,7 @@ DENSE = 1 / 16
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Witness:
-    """Part of a state that a checker keeps to check the next one.
-
-    Attributes:
-        structure: structure of the state.
-        program: its exported update.
-        kept: that part; opaque to everybody but the engine that keeps it.
-    """
+    """Part of a state that a checker keeps to check the next one; ``kept`` is opaque to others."""
 
     structure: Structure
     program: ExportedUpdate
@@ -43,10 +37,6 @@ class Witness:
         return self.program is program and self.structure.lies_like(structure)
 
 
-def _nothing(_arrays: Sequence[Any], _wrong: Collection[int]) -> None:
-    """A witness that is part of the state itself has nothing to take from it."""
-
-
 @dataclass(frozen=True, slots=True)
 class Check:
     """The check of one delta.
@@ -55,12 +45,13 @@ class Check:
         witness: takes the witness of the state that the delta gives, which may be donated
             afterwards. What is not taken yet does not hold up a comparison that is waited for.
         findings: the comparison, which has all that it needs of the state.
-        renew: takes leaves that replay gets wrong from the state's arrays, for the next check.
+        renew: takes leaves that replay gets wrong from the state's arrays, for the next check; a
+            witness that is part of the state itself has nothing to take.
     """
 
     witness: Callable[[], Witness]
     findings: Comparison
-    renew: Callable[[Sequence[Any], Collection[int]], None] = _nothing
+    renew: Callable[[Sequence[Any], Collection[int]], None] = lambda _arrays, _wrong: None
 
 
 class Checker(Protocol):

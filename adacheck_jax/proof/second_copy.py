@@ -16,7 +16,7 @@ from adacheck_jax.device.shard_sums import Summing
 from adacheck_jax.format.fingerprint import words_of
 from adacheck_jax.proof.checker import Check, Findings, Sums, Witness
 from adacheck_jax.state.exported_update import ExportedUpdate
-from adacheck_jax.state.snapshot import Structure
+from adacheck_jax.state.snapshot import Snapshot, Structure
 from adacheck_jax.update import program as update_program
 
 
@@ -38,11 +38,8 @@ class Following:
     def witness(self, arrays: Sequence[Any], step: int) -> Witness:
         """Takes a witness of a base, or of a restored state; waits for the state."""
         own = (*self._structure.arguments[0], *self._structure.arguments[1])
-        return self._of(_Copy(self._together(arrays, own)), 0)
-
-    def _of(self, copy: _Copy, number: int) -> Witness:
-        """A witness: the copy as it is to be after a number of steps."""
-        return Witness(self._structure, self._program, (copy, number))
+        copy = _Copy(self._together(arrays, own))
+        return Witness(self._structure, self._program, (copy, copy.number))
 
     def begin(self, before: Witness, arrays: Sequence[Any], step: int, sums: Sums) -> Check:
         """Takes what the check of a delta needs."""
@@ -70,7 +67,8 @@ class Following:
             with copy.lock:
                 copy.arrays.update(self._together(arrays, [i for i in wrong if i in copy.arrays]))
 
-        return Check(lambda: self._of(copy, number + 1), findings, renew)
+        witness = Witness(self._structure, self._program, (copy, number + 1))
+        return Check(lambda: witness, findings, renew)
 
     def _together(self, arrays: Sequence[Any], indices: Sequence[int]) -> dict[int, jax.Array]:
         """Copies on the devices that the largest leaves have in common; waits only for others.
@@ -145,10 +143,8 @@ class Following:
 class _Copy:
     """The second copy of the leaves that updates compute, which each check moves on by one step.
 
-    Attributes:
-        arrays: by leaf index.
-        number: of steps since it was made.
-        lock: held by who moves it on: a step may be checked as recorded and as saved at once.
+    The ``number`` is that of steps since it was made. The lock is held by who moves it on: a step
+    may be checked as recorded and as saved at once.
     """
 
     arrays: dict[int, jax.Array]
@@ -165,7 +161,6 @@ class _Step:
         given: what the update consumed.
         after: leaves of the state that the copy has elsewhere; compared by their bits.
         renewed: leaves of the state whose replay is not relied on: they are its own again.
-        sums: the fingerprints of the state.
     """
 
     number: int
@@ -175,7 +170,7 @@ class _Step:
     sums: Sums
 
 
-def is_collective(structure: Structure, program: ExportedUpdate, arrays: Sequence[Any]) -> bool:
+def is_collective(snapshot: Snapshot, program: ExportedUpdate) -> bool:
     """True if processes exchange elements when a replay of this engine runs on their devices.
 
     A collective has to have the same place among those of the training in all processes. So each
@@ -184,7 +179,7 @@ def is_collective(structure: Structure, program: ExportedUpdate, arrays: Sequenc
     if jax.process_count() == 1 or program.engine != "full":
         return False
     cuts: dict[tuple[int, ...], jax.sharding.Sharding] = {}
-    for array in (arrays[i] for each in structure.arguments for i in each):
+    for array in (snapshot.arrays[i] for each in snapshot.structure.arguments for i in each):
         if not np.ndim(array):
             continue
         if not isinstance(array, jax.Array):

@@ -9,7 +9,7 @@ anything fails or the process ends, the step is the delta that it was.
 
 Several processes write one base together, each the part of the state that its shadow has. They
 begin at the same save; process 0 puts the base into its place, and tells the others with a later
-save. What is decided follows from what all of them were told, so that they go on alike.
+save. What is decided follows from what all were told.
 """
 
 # Threads: take, go_on, learn and restart are called by saves, which are one at a time; put by
@@ -47,17 +47,12 @@ class _Pending:
     """A step that is to become a base.
 
     Attributes:
-        directory: its item directory.
         copies: gives its elements, those that this process has.
         earlier_sums: this process's contributions to the fingerprints of the base before; None if
             they are not known.
-        exchange: exchange with the other processes about it; None if there is none.
         written: gives the base beside it, and None in other processes than 0; None itself before
             its save is committed.
-        placed: gives seconds that the base took, and its number among the deltas of its line, once
-            it is in its place.
-        is_dropped: True if it is not wanted any more.
-        is_placing: True if it is being put into its place.
+        placed: gives seconds that the base took, and its number among the deltas of its line.
     """
 
     directory: AnyPath
@@ -141,8 +136,7 @@ class BackgroundBases:
     ) -> bool:
         """Copies the state of a step as soon as the shadow is there; False if one is in work.
 
-        The shadow does not hold the ``others``. ``earlier_sums`` are this process's contributions
-        to the fingerprints of the base before, if it knows them. The proof has not begun yet.
+        The shadow does not hold the ``others``. The proof has not begun yet.
         """
         if self._pending is not None:
             return False
@@ -154,11 +148,7 @@ class BackgroundBases:
         return True
 
     def go_on(self, lineage_of: Callable[[], Lineage | None], *, failed: bool) -> None:
-        """Begins to write the base once its step is committed, and looks after it.
-
-        ``lineage_of`` gives the step's lineage once it is committed, in process 0; or its save has
-        ``failed``.
-        """
+        """Begins to write the base once process 0 has the lineage of its step, if that is saved."""
         pending = self._pending
         if pending is None:
             return
@@ -181,10 +171,7 @@ class BackgroundBases:
                 self._fail("see the error before")
 
     def learn(self, facts: BackgroundFacts) -> float | None:
-        """Learns what all processes know; each of them does so at the same save.
-
-        Gives the seconds that a base took which is in its place; once.
-        """
+        """Learns what all processes know, at the same save; gives the seconds of a base, once."""
         self.known = facts
         if facts.newest_depth > self.newest_depth:
             self.newest_depth, self._pending = facts.newest_depth, None

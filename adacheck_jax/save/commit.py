@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import errno
 import functools
 import importlib.metadata
@@ -38,10 +39,7 @@ def committing(save: Save, directory: AnyPath) -> AbstractContextManager[None]:
 
 
 def commit(save: Save, directory: AnyPath, described: Mapping[str, str]) -> None:
-    """Writes the manifest, on one process.
-
-    The bytes of all that it speaks of are durable before this is called; the names of the files,
-    links and directories are made so here.
+    """Writes the manifest, on one process; makes the names of all that it speaks of durable.
 
     Raises:
         StorageError: the disk is full, gone, or cannot be written.
@@ -111,8 +109,8 @@ def _base_manifest(save: Save, agreed: Agreed, described: Mapping[str, str]) -> 
 def _delta_manifest(save: Save, parent: Lineage, agreed: Agreed) -> DeltaManifest:
     before, deltas = parent.end, list[Delta]()
     told = validation.by_step(agreed.reports())
-    for step, own, replica in zip(save.steps, told, agreed.replicas, strict=True):
-        before = _delta(step, own, before, replica)
+    for step, reports, replica in zip(save.steps, told, agreed.replicas, strict=True):
+        before = _delta(step, reports, before, replica)
         deltas.append(before)
     *deferred, own = deltas
     reference, leaves = lookup.reference(save.directory, parent.entries[-1].holder), ()
@@ -124,23 +122,14 @@ def _delta_manifest(save: Save, parent: Lineage, agreed: Agreed) -> DeltaManifes
             f"step {own.step}: its parent does not lie under the same root any more"
         )
     return DeltaManifest(
-        step=own.step,
-        counts=own.counts,
-        updates=own.updates,
+        **{field.name: getattr(own, field.name) for field in dataclasses.fields(own)},
         parent=Link(parent.manifest.step, reference, parent.manifest.saved_checksum),
         depth=save.depth,
-        stored=own.stored,
-        unreplayed=own.unreplayed,
-        packs=own.packs,
-        fingerprints=own.fingerprints,
-        checked=own.checked,
         custom_metadata=save.custom_metadata,
         directory_step=save.number,
         recorded=tuple(deferred),
         caution=agreed.caution,
         grids=tuple(Grid(each.cuts, each.owners) for each in leaves),
-        stale=own.stale,
-        replica=own.replica,
     )
 
 

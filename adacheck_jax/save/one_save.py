@@ -38,7 +38,6 @@ class Agreed:
         memory: True where memory is to keep records, and the reason why the next save is a base.
         replicas: for each step the device whose replica was written; empty if all are equal.
         lead: the device whose replica the next saves write.
-        reports: gives the reports of all processes.
     """
 
     caution: Caution
@@ -54,8 +53,7 @@ class Committed:
     """A step as this process committed it.
 
     Attributes:
-        manifest: the manifest as it was written.
-        stamp: identity of its file, by which another one in its place is noticed.
+        stamp: identity of the manifest's file, by which another one in its place is noticed.
         files: names of the step's files, while it was whole.
     """
 
@@ -73,27 +71,20 @@ class Save:
         directory: the item's directory once it is committed.
         number: the number in the name of the step's directory, None if there is none.
         parent: lineage that a delta follows; None for a base.
-        parent_files: names of the parent's files; empty if this process does not know them.
-        parent_stamp: identity of the parent's manifest; None if this process did not write it.
+        parent_identity: see :attr:`~adacheck_jax.save.line.parents.Parent.identity`.
         links: True if the parent's files are hard-linked.
-        before: number of the step that the saved one followed, saved or deferred; its own number if
-            there is none.
         caution: findings of checks before this step.
-        replicas: comparison of the replicas.
-        attempt: the attempt that this save is.
         replayable: True if no leaf of an update is stored in another data type.
         exporting: gives the update of a base that is exported behind its save; else None.
         custom_metadata: the caller's own JSON.
         measured: seconds that this process measured since the last save; once the shares are
             written those that all processes learned of with it.
-        background: facts of this process on bases made in the background.
-        memory: gives what this process keeps in memory, and why it wants a base before so many
-            steps more; see :meth:`~adacheck_jax.memory.shadow.ShadowThread.told`.
+        background: facts of this process.
+        memory: see :meth:`~adacheck_jax.memory.shadow.ShadowThread.told`.
         base: copies of what a base stores; None for a delta.
         keeps: True if what it writes stays in memory until the step has its name: where storage
             refuses it, it can be written again.
         is_repeated: True once it is written again, by another save of the same steps.
-        clock: a monotonic clock.
         before_commit: called in the background when this process's part is written.
         durable_s: reading of the clock when this process's part was durable; None before.
         error: reason why the step is not on the disk.
@@ -105,10 +96,8 @@ class Save:
     directory: AnyPath
     number: int | None
     parent: Lineage | None
-    parent_files: frozenset[str]
-    parent_stamp: Stamp | None
+    parent_identity: tuple[frozenset[str], Stamp | None]
     links: bool
-    before: int
     caution: Caution
     replicas: replicas.ReplicaCheck
     attempt: Attempt
@@ -135,7 +124,7 @@ class Save:
 
     @property
     def plan(self) -> SavePlan:
-        """The plan of the saved step."""
+        """Its plan."""
         return self.own.plan
 
     @property
@@ -185,9 +174,11 @@ class Save:
         return self.parent.manifest.depth + len(self.steps) if self.parent else 0
 
     @property
-    def agreed_caution(self) -> Caution:
-        """Findings of the checks of any process, as all know them once their shares are written."""
-        return self.agreed.caution if self.agreed else self.caution
+    def interval(self) -> int:
+        """Steps from the one before a delta, saved or deferred, to the saved step."""
+        if len(self.steps) > 1:
+            return self.own.step - self.steps[-2].step
+        return self.own.step - self.parent.manifest.step if self.parent else 0
 
     @property
     def agreed_lead(self) -> Lead:
@@ -198,27 +189,10 @@ class Save:
         return self.agreed.lead if self.agreed else own
 
     @property
-    def agreed_background(self) -> BackgroundFacts | None:
-        """Facts that all processes agreed on about bases in the background; None before that.
-
-        A save that failed says that none can be made.
-        """
-        if self.error is not None:
-            return BackgroundFacts()
-        return self.agreed.background if self.agreed else None
-
-    @property
     def check_s(self) -> float:
         """Seconds for which the slowest process waited for the check, once shares are written."""
         reports = self.agreed.reports() if self.agreed else ()
         return max((report["check_s"] for report in reports), default=0.0)
-
-    def take_measured(self) -> Sequence[Measurement]:
-        """The seconds that all processes learned of with this save; once."""
-        if self.agreed is None:
-            return ()
-        measured, self.measured = self.measured, ()
-        return measured
 
 
 def is_refusal(error: BaseException | None) -> bool:

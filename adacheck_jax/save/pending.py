@@ -34,7 +34,7 @@ from adacheck_jax.memory.shadow import Proof
 from adacheck_jax.plan.decision import shown
 from adacheck_jax.plan.save_plan import SavePlan
 from adacheck_jax.plan.situation import Counts
-from adacheck_jax.proof.checker import Comparison, Findings
+from adacheck_jax.proof.checker import Comparison
 from adacheck_jax.save.copies import NOTHING, HostCopies
 from adacheck_jax.state.snapshot import Structure
 from adacheck_jax.store.delta_writer import DeltaWriter, Packed
@@ -69,7 +69,6 @@ class Pending:
     before.
 
     Attributes:
-        phase: its state, one of :data:`MOVES`.
         plan: its plan as far as it is known; see :meth:`settled`.
         refused: reason why it cannot be saved, once a check has found one.
         label: name of the step in messages of background checks.
@@ -126,10 +125,9 @@ class Pending:
 
     def counts(self) -> Counts:
         """Update counters of the state; waits for them."""
-        if self.plan.counts is not None:
-            return self.plan.counts
-        indices = self.plan.structure.counts
-        return tuple(count_of(self._counters[i]) for i in indices)
+        if (counts := self.plan.counts) is not None:
+            return counts
+        return tuple(count_of(self._counters[i]) for i in self.plan.structure.counts)
 
     def sums(self) -> Mapping[int, int]:
         """This process's contribution to the fingerprint of each leaf; waits for the devices."""
@@ -173,18 +171,13 @@ class Pending:
         return self._reached(Phase.SETTLED)
 
     def compared(self) -> SavePlan:
-        """The plan that holds, with the spare leaves that are stored; waits for the devices.
-
-        Raises:
-            AdaCheckError: as from :meth:`settled`.
-        """
+        """As :meth:`settled`, with the spare leaves that are stored; waits for the devices."""
         return self._reached(Phase.COMPARED)
 
     def verify(self) -> SavePlan:
-        """The plan that holds, once the replay was compared with the state.
+        """As :meth:`compared`, once all of the replay was compared with the state.
 
         Raises:
-            AdaCheckError: as from :meth:`settled`.
             ReplayError: replay gives something else, and the state is gone.
         """
         return self._reached(Phase.PROVED)
@@ -336,14 +329,13 @@ CAUSES = (
 )
 
 
-def told(structure: Structure, wrong: Collection[int] | Findings) -> str:
-    """Names of the leaves that replay gets wrong, in a message."""
-    return (
-        f"replaying the update does not give the state that was trained, in {few(structure, wrong)}"
-    )
+def told(structure: Structure, wrong: Collection[int]) -> str:
+    """The leaves that replay gets wrong, in a message."""
+    few = few_of(structure, wrong)
+    return f"replaying the update does not give the state that was trained, in {few}"
 
 
-def few(structure: Structure, leaves: Collection[int] | Findings) -> str:
+def few_of(structure: Structure, leaves: Collection[int]) -> str:
     """The paths of some leaves, the first of many."""
     paths = [structure.leaves[i].path for i in leaves]
     return ", ".join(paths[:5]) + (", ..." if len(paths) > 5 else "")

@@ -32,12 +32,9 @@ from adacheck_jax.store.steps.lineage import Lineage
 
 @dataclass(frozen=True, slots=True)
 class Newest:
-    """The newest step of a line in storage.
+    """The newest step of a line in storage; no lineage if it cannot be built on.
 
-    Attributes:
-        step: its number.
-        number: the number in the name of its directory.
-        lineage: its lineage; None if it cannot be built on.
+    The ``number`` is that in the name of its directory.
     """
 
     step: int
@@ -49,9 +46,6 @@ class Resumer:
     """Goes on from the restored and recovered steps of one training run.
 
     Args:
-        planner: plans the run's saves.
-        stager: stages them.
-        shadow: copy of the state in host memory.
         delta: kind of the deltas that the next saves may be; None where each is a base.
         lock: held through each save and each record of a step.
         moved: called under the lock when the next save has another parent.
@@ -142,15 +136,8 @@ class Resumer:
 
         Every fingerprint was compared. A process alone goes on in the file that it finds. Else all
         take their parts of the ``files`` together; the next run has files of its own, beside which
-        these stay until it has passed its gate. Then it is collective.
-
-        Args:
-            abstract_state: state like which it is made.
-            newest: the newest step in storage, if there is one.
-            files: files that this process found.
-            peers: all processes that recover.
-            replay: brings a state of the files to its step.
-            consent: consent to what is sent.
+        these stay until it has passed its gate. Then it is collective. ``replay`` brings a state of
+        the files to its step.
 
         Raises:
             ShadowFileError: there is none that can be taken; the message says why.

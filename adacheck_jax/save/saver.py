@@ -1,4 +1,4 @@
-"""The way of a save, up to where it leaves the caller's thread; knows no Orbax.
+"""The way of a save, up to where it leaves the caller's thread.
 
 :meth:`Saver.begin` takes a state apart, has its save planned, and takes the copies that must leave
 the devices. What it returns, a :class:`~adacheck_jax.save.one_save.Save`, is for others to write
@@ -13,7 +13,6 @@ and to commit; the state may be donated then. Nothing here decides.
 from __future__ import annotations
 
 import contextlib
-import dataclasses
 import functools
 import logging
 import threading
@@ -23,7 +22,6 @@ from typing import Any
 
 import jax
 
-from adacheck_jax.device import transfer
 from adacheck_jax.device.loops import xla_call
 from adacheck_jax.device.trees import PyTree
 from adacheck_jax.errors import AdaCheckError
@@ -34,15 +32,15 @@ from adacheck_jax.memory.shadow import ShadowThread
 from adacheck_jax.memory.shadow_state import ShadowStep
 from adacheck_jax.plan.decision import shown
 from adacheck_jax.plan.options import Options
-from adacheck_jax.plan.save_plan import SavePlan
 from adacheck_jax.plan.situation import BackgroundFacts, sizes_of
+from adacheck_jax.proof import second_copy
 from adacheck_jax.save.attempt import Attempt, Exchange
 from adacheck_jax.save.background_bases import BackgroundBases
 from adacheck_jax.save.copies import HostCopies
 from adacheck_jax.save.line.kept import Keeper, repeated
 from adacheck_jax.save.line.notices import Notices, tell_given_up
 from adacheck_jax.save.line.parents import Parent, Tip
-from adacheck_jax.save.line.planner import Planner, name_of, sums_of
+from adacheck_jax.save.line.planner import Planner, is_computed, name_of, sums_of
 from adacheck_jax.save.one_save import Save
 from adacheck_jax.save.pending import Pending
 from adacheck_jax.save.resuming import Resumer
@@ -65,10 +63,6 @@ class Saver:
     ``place``; in memory of this process, if that is None. ``peers`` are all processes, if several
     have such files. It ``keeps`` what storage refused, for a manager that has it written again
     (:meth:`begin_kept`).
-
-    Attributes:
-        kept: steps in memory that storage does not have.
-        resumer: makes a restored or recovered step the one that the next save builds on.
     """
 
     def __init__(
@@ -116,7 +110,7 @@ class Saver:
     def has_steps(self) -> bool:
         """True if a step was saved or restored here."""
         parents = self._planner.parents
-        return parents.saved is not None or not parents.is_empty
+        return parents.save is not None or not parents.is_empty
 
     def leave(self, consent: Consent) -> None:
         """Tells processes that may ask in this call that this one took part in no collective."""
@@ -149,13 +143,14 @@ class Saver:
             snapshot = self._planner.snapshots.take(state)
             options, bindings = self._options, snapshot.structure.bindings
             if options.max_deltas and options.delta != "bits" and not self._has_recorder:
-                is_first = self._planner.parents.saved is None
+                is_first = self._planner.parents.save is None
                 self._notices.hint_at_recorder(snapshot.structure, is_first=is_first)
-            replayable = not cast or cast.isdisjoint(bound_paths(bindings))
             save = self._begin(
-                *(snapshot, directory, number, step, replayable, custom_metadata),
+                *(snapshot, directory, number, number if step is None else step),
                 *(exchange, consent),
+                replayable=not cast or cast.isdisjoint(bound_paths(bindings)),
             )
+            save.custom_metadata = custom_metadata
             if save.is_base and (
                 chosen := self._schedule.begin_lineage(sizes_of(snapshot.structure))
             ):
@@ -171,35 +166,33 @@ class Saver:
         directory: AnyPath,
         number: int | None,
         step: int | None,
-        replayable: bool,
-        custom_metadata: Any,
         exchange: Exchange | None,
         consent: Consent | None,
+        *,
+        replayable: bool,
     ) -> Save:
-        planner, step = self._planner, number if step is None else step
-        again = planner.superseded(step)
+        planner = self._planner
         agrees = functools.partial(self._stager.wire.agrees, consent)
-        course = planner.plan_save(snapshot, directory, step, again, agrees, replayable=replayable)
+        course = planner.plan_save(snapshot, directory, step, agrees, replayable=replayable)
         planned, parent = course.plan, None if course.plan.is_base else course.parent
         if parent is not None and parent.save is None:  # what was looked at is gone on from
             self._bases.restart(parent.base_depth)
         if planned.given_up:
-            planner.give_up(0, planned.given_up)
+            planner.deferred.give_up(0, planned.given_up)
         try:
-            staged = self._stager.stage(snapshot, course, again, str(directory), consent)
-            own, witness, copies = staged
+            own, witness, copies = self._stager.stage(snapshot, course, str(directory), consent)
             is_exported = planned.update is not NOT_YET
             self._stager.returned.clear()
             exporting = None if is_exported else self._stager.export(planned.structure)
-            self._tell(planned, again)
+            decision = planned.decision
+            _log.debug("step %d: %s (%s)", planned.step, decision.kind, decision.reason)
+            self._notices.note_plan(planned)
+            self._notices.note_step(planned.step)
             copies.wait()
         finally:
             self._stager.wire.finish()
-        save = self._save(
-            [*planner.deferred.steps, own], directory, number, parent, course.tip, exchange
-        )
-        save.replayable, save.custom_metadata = replayable, custom_metadata
-        save.exporting = exporting
+        save = self._save([*planner.deferred.steps, own], directory, number, parent, exchange)
+        save.replayable, save.exporting = replayable, exporting
         if parent is None:
             save.base = self._stager.base_writer(course, copies, directory)
         # Until the save is committed this directory does not exist, and if it fails it never will:
@@ -211,7 +204,7 @@ class Saver:
             self._stager.prepare_next(tip, snapshot, begun, is_restored=False)
         following = Parent(directory, number, tip, save)
         planner.parents.advance(following)
-        planner.deferred.restart(following)
+        planner.deferred.advance(following, len(planner.deferred))
         if planned.is_base:
             self._stager.begin_line(save)
             self._bases.restart()
@@ -225,14 +218,12 @@ class Saver:
         directory: AnyPath,
         number: int | None,
         parent: Parent | None,
-        tip: Tip | None,
         exchange: Exchange | None,
     ) -> Save:
-        """A save of staged steps, of which the last one follows the ``tip``."""
-        planner, planned = self._planner, steps[-1].plan
-        saved = planner.parents.saved
+        """A save of staged steps."""
+        planner, planned, last = self._planner, steps[-1].plan, self._planner.parents.save
         self._attempt = self._attempt.next(
-            exchange, repeats=saved is not None and saved.directory == directory
+            exchange, repeats=last is not None and last.directory == directory
         )
         found, structure = parent.lineage if parent else None, planned.structure
         links = found is not None and planner.parents.has_links(directory)
@@ -243,16 +234,14 @@ class Saver:
             directory=directory,
             number=number,
             parent=found,
-            parent_files=parent.files if parent else frozenset(),
-            parent_stamp=parent.stamp if parent else None,
+            parent_identity=parent.identity if parent else (frozenset(), None),
             links=links,
-            before=tip.step if tip else planned.step,
             caution=planner.distrust.caution(structure),
             replicas=structure.replica_check(self._options.check_replicas),
             attempt=self._attempt,
             measured=self._watch.take(),
             # Those of the line that a base ends are nothing to the line that it begins.
-            background=BackgroundFacts() if planned.is_base else self._background(directory),
+            background=BackgroundFacts() if planned.is_base else planner.background(directory),
             memory=self._shadow.told,
             clock=self._clock,
             before_commit=self._bases.put,
@@ -260,9 +249,7 @@ class Saver:
         )
 
     def begin_kept(self, directory: AnyPath, number: int | None, exchange: Exchange | None) -> Save:
-        """Begins to write again what storage refused, without a state.
-
-        If nothing is, what was deferred is written, up to the step of that number.
+        """Begins to write again what storage refused; if nothing, deferred steps up to a number.
 
         Raises:
             AdaCheckError: steps are lost; told once. Or there is nothing to write.
@@ -278,23 +265,15 @@ class Saver:
                     self._stager.last_base = saved.save
                 return saved.save
             self.kept.let_go()
-            course = planner.plan_kept(directory, number)
-            if course is None or course.tip is None or (parent := course.parent) is None:
-                raise AdaCheckError(f"{directory}: expected recorded steps, found none.")
-            steps = planner.deferred.steps[: len(planner.deferred.until(number))]
-            save = self._save(steps, directory, number, parent, None, exchange)
-            save.before = steps[-2].step if len(steps) > 1 else parent.tip.step
-            following = Parent(directory, number, course.tip, save)
+            parent, tips = planner.deferred_until(directory, number)
+            steps = planner.deferred.steps[: len(tips)]
+            save = self._save(steps, directory, number, parent, exchange)
+            following = Parent(directory, number, tips[-1], save)
             planner.parents.advance(following)
             planner.deferred.advance(following, len(steps))
             self._note_position()
             self._watch.leave_saved(is_base=False, deltas=len(steps))
             return save
-
-    def _background(self, directory: AnyPath) -> BackgroundFacts:
-        """Facts of this process on bases made in the background, to be told to the others."""
-        is_possible = self._planner.could_make_bases(directory)
-        return dataclasses.replace(self._bases.own, are_possible=is_possible)
 
     def _make_base(
         self, saved: Parent, own: Pending, copies: HostCopies, exchange: Exchange | None
@@ -316,7 +295,8 @@ class Saver:
             self._has_gap = True
             self._notices.forget_missed()
             if is_lost:
-                self._planner.give_up(0, "the save that was to write them did not begin")
+                why = "the save that was to write them did not begin"
+                self._planner.deferred.give_up(0, why)
                 self._planner.parents.forget()
 
     def refuse(self, save: Save, error: Exception, *, is_again: bool) -> None:
@@ -363,10 +343,8 @@ class Saver:
             self._note_position()
             if why and step is None and len(deferred):
                 step = deferred.steps[-1].step + 1
-            if step is not None and why:
-                self._notices.note_missed(step, why)
-            elif step is not None:
-                self._notices.note_step(step)
+            if step is not None:
+                self._notices.note_step(step, why)
             return not why
 
     def _why_not_deferred(
@@ -388,9 +366,9 @@ class Saver:
             return "another step was restored meanwhile"
         if number == parent.tip.step:
             return _why_not_same(planner.snapshots.take(state), parent)
-        again = deferred.cut(len(deferred) - 1)[0] if number == last else None
+        again = deferred.supersede(number)
         if not len(deferred):
-            deferred.restart(parent)
+            deferred.follows = parent
         snapshot = planner.snapshots.take(state)
         if self._has_gap and away_bytes is None:  # else it is the step of that save
             return "the save of a step before was refused"
@@ -398,13 +376,10 @@ class Saver:
         if isinstance(course, str):
             return course
         before = parent.tip.staged
-        counters = {i: snapshot.arrays[i] for i in snapshot.structure.counts}
-        is_known = transfer.are_ready(counters.values()) and not (
-            before and before.plan.is_speculative
-        )
+        is_known = is_computed(snapshot) and not (before and before.plan.is_speculative)
         label = f"recorded step {number}"
         try:
-            own, witness, copies = self._stager.stage(snapshot, course, None, label, consent)
+            own, witness, copies = self._stager.stage(snapshot, course, label, consent)
             copies.wait()
         finally:
             self._stager.wire.finish()
@@ -415,9 +390,13 @@ class Saver:
             waits = not own.seems_planned(snapshot.counts())
         depth = parent.tip.depth + len(deferred) + 1
         tip = Tip(number, depth, own, copies.kept, witness)
-        compares = own.compare is not None and planner.is_collective(snapshot, course.plan.update)
-        if compares and not self._is_agreed(own, name_of(course.plan, snapshot), consent):
-            return "not all processes compare it with the same replay"
+        is_collective = second_copy.is_collective(snapshot, course.plan.update)
+        compares = own.compare is not None and is_collective
+        with contextlib.ExitStack() as undo:
+            undo.callback(own.release)
+            if compares and not self._stager.wire.agrees(consent, name_of(course.plan, snapshot)):
+                return "not all processes compare it with the same replay"
+            undo.pop_all()
         deferred.add(tip, own, drains=snapshot.structure.on_accelerator)
         if compares:
             with contextlib.suppress(AdaCheckError):  # raised by the save of this step
@@ -425,16 +404,6 @@ class Saver:
         self._watch.leave_deferred()
         self._has_gap = False
         return planner.settle_last_deferred() if waits else ""
-
-    def _is_agreed(self, own: Pending, what: str, consent: Consent | None) -> bool:
-        """True if all processes compare a step by one replay; else it is let go of."""
-        is_agreed = False
-        try:
-            is_agreed = self._stager.wire.agrees(consent, what)
-        finally:
-            if not is_agreed:
-                own.release()
-        return is_agreed
 
     def close(self) -> None:
         """Tells of deferred steps that are not saved; another manager may still save them."""
@@ -445,11 +414,11 @@ class Saver:
 
     def _enter(self, *, is_save: bool) -> None:
         """Begins to measure a call, and learns what all processes know of the costs before it."""
-        saved = self._planner.parents.saved
-        save = saved.save if saved is not None else None
+        save = self._planner.parents.save
         self._watch.enter(save.durable_s if save is not None else None)
-        if save is not None:
-            self._schedule.add(save.take_measured())
+        if save is not None and save.agreed is not None:
+            measured, save.measured = save.measured, ()
+            self._schedule.add(measured)
         # Of several processes one may not know yet, when a step is recorded, what another one does.
         if is_save or jax.process_count() == 1:
             self._go_on(save)
@@ -461,10 +430,12 @@ class Saver:
             self._bases.go_on(taken.committed, failed=failed)
         facts = self._bases.own
         if jax.process_count() > 1:
-            facts = save.agreed_background if save is not None else None
-            if save is not None and save.agreed is not None:
-                keeps_records, due = save.agreed.memory
-                self._shadow.learn(keeps_records=keeps_records, due=due)
+            agreed = save.agreed if save is not None else None
+            if agreed is not None:
+                self._shadow.learn(keeps_records=agreed.memory[0], due=agreed.memory[1])
+            facts = agreed.background if agreed is not None else None
+            if save is not None and save.error is not None:
+                facts = BackgroundFacts()
         seconds = self._bases.learn(facts) if facts is not None else None
         if seconds is None or taken is None or taken.save is None:
             return
@@ -482,19 +453,6 @@ class Saver:
             tip = self._planner.deferred.tip_behind(parent)
             number = parent.tip.step if parent.number is None else parent.number
             self._schedule.note(number, tip.depth)
-
-    def _tell(self, planned: SavePlan, again: Pending | None) -> None:
-        """Tells of a plan, in the log and in warnings."""
-        _log.debug("step %d: %s (%s)", planned.step, planned.decision.kind, planned.decision.reason)
-        self._notices.note_plan(planned)
-        self._notices.note_step(planned.step)
-        counts = planned.counts
-        if again is not None and counts is not None and again.counts() != counts:
-            _log.warning(
-                "Step %d was recorded with %s updates and is saved with %s: what was recorded is "
-                "not saved. Give record_step the numbers of the steps, as the manager counts them.",
-                *(planned.step, shown(again.counts()), shown(counts)),
-            )
 
 
 def _why_not_same(snapshot: Snapshot, parent: Parent) -> str:

@@ -1,9 +1,7 @@
 """One process's share of a save: written, and reported to the other processes.
 
-Each process posts a report, in the background and before Orbax's own barrier. One process validates
-the reports of all, and all get its answer. So if one has failed, or they do not agree, all of them
-raise, instead of one that raises while the others wait for it. Nothing here makes a step exist:
-that is left to :mod:`~adacheck_jax.save.commit`.
+Each process posts a report, in the background and before Orbax's own barrier. So if one has failed,
+or they do not agree, all of them raise, instead of one that raises while the others wait for it.
 """
 
 from __future__ import annotations
@@ -39,27 +37,21 @@ def write(save: Save, directory: AnyPath, layout: ArrayLayout) -> None:
     Raises:
         AdaCheckError: another process failed or is gone, or they did not decide alike; or the step
             is being saved again. Any error names the deferred steps that are lost with this one.
-        MismatchError: leaves that each process has for itself are not equal.
-        ReplicaError: replicas differ, and the handler was told to refuse such steps, or parts of
-            several of them were written.
-        ReplayError: replay does not give a state that is gone.
+        MismatchError, ReplicaError, ReplayError: see :mod:`~adacheck_jax.save.validation`.
         StorageError: the disk is full, gone, or cannot be written.
     """
     try:
         save.agreed = _agreed(save, directory, layout)
         save.durable_s = save.clock()
         save.before_commit()
-    except AdaCheckError as error:
+    except Exception as error:
         save.error = error
         deferred = [each.step for each in save.steps[:-1]]
-        if deferred and not save.is_kept:
+        if isinstance(error, AdaCheckError) and deferred and not save.is_kept:
             raise type(error)(
                 f"{error} Not saved either, as they were to be written with it: the recorded "
                 f"steps {lineages.shown_steps(deferred)}."
             ) from error
-        raise
-    except Exception as error:
-        save.error = error
         raise
     finally:
         # What may have to be written again is kept until Orbax has given the step its name.
@@ -123,13 +115,12 @@ def _write(save: Save, directory: AnyPath, layout: ArrayLayout) -> Report:
     else:
         if process == 0 and save.parent and save.links:
             # First of all: what is linked can no longer be deleted under this step.
-            links.link_ancestors(save.parent, directory, save.parent_files, save.parent_stamp)
+            links.link_ancestors(save.parent, directory, *save.parent_identity)
         with ThreadPoolExecutor(1) as thread:  # in a store requests need not wait for each other
             looked = None
             if process == 0 and save.parent and not save.links:
-                looked = thread.submit(
-                    links.check_ancestors, save.parent, save.parent_stamp, directory
-                )
+                _, stamp = save.parent_identity
+                looked = thread.submit(links.check_ancestors, save.parent, stamp, directory)
             written = _write_deltas(save.steps, directory, process)
             if looked is not None:
                 looked.result()

@@ -91,7 +91,6 @@ class Stager:
         self,
         snapshot: Snapshot,
         course: Course,
-        again: Pending | None,
         label: str,
         consent: Consent | None,
     ) -> tuple[Pending, Witness | None, HostCopies]:
@@ -133,14 +132,11 @@ class Stager:
                 self.worker,
                 parent=parent,
                 before=before if planned.is_speculative else None,
-                again=again if planned.is_speculative else None,
+                again=course.again if planned.is_speculative else None,
             )
             own.compare, witness = self._compared(snapshot, course, own)
         lost = frozenset if received is None else received.lost
         if follows and tip is not None:
-            repeated = again
-            if again is not None and planned.counts not in (None, again.counts()):
-                repeated = None  # another state was recorded with this number
             blocks = dict.fromkeys(copies.staged, copies.staged)
             blocks = Joined(blocks | dict.fromkeys(copies.spare, copies.spare))
             blocks = Merged(blocks, copies.seconds) if copies.seconds else blocks
@@ -151,7 +147,7 @@ class Stager:
             numbers = structure.everywhere.intersection(structure.consumed)
             blocks = with_others(snapshot, blocks, wrong | numbers)
             blocks = blocks if received is None else received.joined(blocks)
-            step = ShadowStep(own, own.step, blocks, own.sums, tip.position, repeated, lost)
+            step = ShadowStep(own, own.step, blocks, own.sums, tip.position, course.again, lost)
             own.proof = self._shadow.follow(step)
         elif planned.has_witness:
             blocks = with_others(snapshot, copies.held, planned.structure.touched)

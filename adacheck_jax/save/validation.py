@@ -16,6 +16,8 @@ from adacheck_jax.save.one_save import Save
 from adacheck_jax.save.pending import Pending
 from adacheck_jax.state.snapshot import Structure
 
+_NEXT = "The next save is a base, and from then on all processes store these leaves."
+
 
 def validated(save: Save, reports: Sequence[Report]) -> Report:
     """The answer to the reports of all processes; raises where the step may not be committed."""
@@ -35,11 +37,10 @@ def validated(save: Save, reports: Sequence[Report]) -> Report:
         _validate_local(each.step, own, save.structure)
         verdicts.append(save.replicas.settle(each.step, [report["replicas"] for report in own]))
         _validate_sampled(each, own, verdicts[-1])
-        found = fingerprints_of(own)
-        _validate_unchanged(save, each, before, found)
+        last, before = before, fingerprints_of(own)
+        _validate_unchanged(save, each, last, before)
         _validate_healed(save, each, own)
-        differing |= _validate_replayed(save, each, own, found)
-        before = found
+        differing |= _validate_replayed(save, each, own, before)
     cautions, known = [report["caution"] for report in reports], save.structure.lead
     # The lead of the saves that follow: the last one that differs from that of this save.
     lead = next((each.lead for each in reversed(verdicts) if each.lead != known), known)
@@ -50,10 +51,7 @@ def validated(save: Save, reports: Sequence[Report]) -> Report:
         "lead": dataclasses.astuple(lead),
         "memory": _memory(reports, differing=differing),
         "measured": reports[0]["measured"],
-        "background": [
-            all(each["background"][0] for each in reports),
-            *reports[0]["background"][1:],
-        ],
+        "background": [all(x["background"][0] for x in reports), *reports[0]["background"][1:]],
     }
 
 
@@ -103,8 +101,7 @@ def _validate_healed(save: Save, step: Pending, reports: Sequence[Report]) -> No
             f"{save.directory}: step {step.step}: "
             f"{pending.told(step.plan.structure, wrong)}. A process found this that does not "
             "own what it found, so it could not store it: the step is not saved. "
-            f"{pending.CAUSES} The next save is a base, and from then on all processes store "
-            "these leaves."
+            f"{pending.CAUSES} {_NEXT}"
         )
 
 
@@ -118,7 +115,7 @@ def _validate_sampled(step: Pending, reports: Sequence[Report], verdict: Verdict
     if wrong := sorted(verdict.leaves & (replayed | structure.consumed_by(updates))):
         raise ReplicaError(
             f"step {step.step}: expected replicas that are equal, of which each device compares a "
-            f"part with the replay; found that those of {pending.few(structure, wrong)} "
+            f"part with the replay; found that those of {pending.few_of(structure, wrong)} "
             "differ. The step is not saved; the next save is a base, and from then on each device "
             "compares all that it holds. check_replicas, in the guide on several processes, says "
             "what to look for."
@@ -145,8 +142,7 @@ def _validate_replayed(
             f"{save.directory}: step {step.step}: "
             f"{pending.told(step.plan.structure, wrong)}. This was found after the save had "
             "returned, when the state could not be had any more: the step is not saved. "
-            f"{pending.CAUSES} The next save is a base, and from then on all processes store "
-            "these leaves."
+            f"{pending.CAUSES} {_NEXT}"
         )
     return bool(wrong)
 

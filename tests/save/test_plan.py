@@ -54,7 +54,7 @@ def decide(
         *(step, None, None, counts, True, frozenset(), facts, True, is_first, True, 1, True),
         max_deltas,
     )
-    return decision.by_counters(given, counts, Options(delta=delta))
+    return decision.by_counters(given, Options(delta=delta))
 
 
 @pytest.mark.parametrize("delta", ["auto", "bits"])
@@ -246,7 +246,7 @@ def situation_of(structure, counts, *, leaves=None, deferred_count=0, step=7, lo
     leaves = leaves or structure.leaves
     base = types.SimpleNamespace(leaves=leaves, update=update)
     lineage = types.SimpleNamespace(base=base, problem="", is_recut=False)
-    saved = situation.SavedFacts(structure, "replay", 1, True, True, False)
+    saved = situation.SavedFacts(structure, "replay", 1, False)
     known = None if counts is None else (6,)
     facts = situation.Facts(6, 5, known, lineage, deferred_count, saved, True, leaves, leaves)
     return situation.Situation(
@@ -336,7 +336,7 @@ def test_what_adds_up_elements_goes_on_where_its_base_lay(structure):
         summing = dataclasses.replace(given, update=dataclasses.replace(UPDATED, reducing=own))
         assert "the mesh changed" in save_plan.plan(summing, Options()).decision.reason
         update.placement = structure.placement
-        assert save_plan.plan(summing, Options()).is_replayed
+        assert save_plan.plan(summing, Options()).decision.kind == "replay"
     update.reducing, update.placement = (), ""
     summing = dataclasses.replace(given, update=dataclasses.replace(UPDATED, reducing=(0,)))
     assert "the mesh changed" in save_plan.plan(summing, Options()).decision.reason
@@ -355,7 +355,7 @@ def test_what_a_check_finds_wrong_is_stored_and_the_rest_is_replayed(structure):
     given = situation_of(structure, (7,))
     made = save_plan.plan(given, Options())
     (wrong, *others) = sorted(structure.computed - set(made.stored))
-    corrected = save_plan.with_wrong(made, given, frozenset({wrong}), Options())
+    corrected = save_plan.planned(given, made.decision, Options(), wrong=frozenset({wrong}))
     assert set(corrected.stored) == {*made.stored, wrong}
     assert corrected.unreplayed == {wrong}
     assert wrong in corrected.kept

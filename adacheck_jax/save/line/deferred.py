@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 
 from adacheck_jax.errors import AdaCheckError
+from adacheck_jax.save.line.notices import tell_given_up
 from adacheck_jax.save.line.parents import Parent, Tip
 from adacheck_jax.save.pending import Pending
 
@@ -20,9 +21,6 @@ class DeferredSteps:
     next one waits for the oldest. On accelerators a record is copied on its device first and
     drained from there in the background, so that no step waits for a transfer;
     :data:`_DRAINING_COUNT` of them at most take device memory.
-
-    Attributes:
-        follows: the saved or restored step that they follow.
     """
 
     def __init__(self) -> None:
@@ -46,10 +44,6 @@ class DeferredSteps:
         """The last step in memory: of the deferred ones, else the parent's own."""
         return self._tips[-1] if self._tips else parent.tip
 
-    def restart(self, parent: Parent) -> None:
-        """Begins anew, after a save or a restore."""
-        self.advance(parent, len(self._tips))
-
     def advance(self, parent: Parent, count: int) -> None:
         """Notes that the first steps are being saved, as the parent of those that are left."""
         self.follows, self._tips = parent, self._tips[count:]
@@ -69,12 +63,23 @@ class DeferredSteps:
         self._tips = self._tips[:count]
         return given_up
 
-    def settle(self, *, verify: bool) -> None:
-        """Settles the steps in order; waits for those that are still being computed.
+    def give_up(self, count: int, why: str) -> None:
+        """Gives up all but the first steps, and says so."""
+        tell_given_up([each.step for each in self.cut(count)], why)
 
-        Raises:
-            AdaCheckError: some are not one update apart; or a replay is wrong.
-        """
+    def supersede(self, step: int | None) -> Pending | None:
+        """Gives up the steps that a save replaces; the one that it saves again, if it was last."""
+        steps = self.steps
+        if step is None or not steps:
+            return None
+        kept = sum(each.step < step for each in steps)
+        if kept == len(steps) - 1 and steps[-1].step == step:
+            return self.cut(kept)[0]
+        self.give_up(kept, f"step {step} is saved after them")
+        return None
+
+    def settle(self, *, verify: bool) -> None:
+        """Settles the steps in order; raises where some are not one update apart, or wrong."""
         for each in self.steps:
             each.settled()
         if verify and self._tips:

@@ -92,7 +92,7 @@ class Keeper:
             return self._steps()
 
     def _steps(self) -> KeptSteps:
-        steps, refused, save = self._deferred.steps, None, self._save
+        steps, refused, save = self._deferred.steps, None, self._parents.save
         every = behind = [each.step for each in steps]
         if save is not None and save.is_kept:
             refused, every = save.number, [*(each.step for each in save.steps), *behind]
@@ -101,10 +101,10 @@ class Keeper:
         plan, is_computing = last[0].plan if last else None, save is not None and save.is_computing
         return KeptSteps(refused, every, behind, portion, plan, is_computing)
 
-    @property
-    def _save(self) -> Save | None:
-        saved = self._parents.saved
-        return saved.save if saved is not None else None
+    def _save_of(self, number: int | None) -> Save | None:
+        """The save that was begun last, if its manager gave it this number."""
+        save = self._parents.save
+        return save if save is not None and save.number == number else None
 
     def fail(self, number: int, error: Exception) -> bool:
         """Notes that a save has failed, as its manager was told; True if all of it is kept.
@@ -115,7 +115,7 @@ class Keeper:
             AdaCheckError: the step is not what it was planned as, so it is not kept.
         """
         with self._lock:
-            if (save := self._save) is None or save.number != number:
+            if (save := self._save_of(number)) is None:
                 return False
             save.error = save.error or error
             if save.is_kept:
@@ -130,35 +130,29 @@ class Keeper:
 
     def carried(self, number: int) -> list[int]:
         """Recorded steps of a save that failed behind its shares, whose error names them else."""
-        save = self._save
-        if save is None or save.number != number or save.agreed is None:
-            return []
-        return [each.step for each in save.steps[:-1]]
+        save = self._save_of(number)
+        return [each.step for each in save.steps[:-1]] if save and save.agreed else []
 
     def end(self, number: int) -> None:
         """Notes that a save has its name on the disk: nothing of it is kept any more."""
         with self._lock:
-            save = self._save
-            if save is None or save.number != number:
-                return
-            if save.committed is not None or jax.process_index():  # process 0 alone commits
+            save = self._save_of(number)
+            if save and (save.committed or jax.process_index()):  # process 0 alone commits
                 save.error = None
                 save.release()
 
     def tell_others(self, number: int, error: BaseException) -> None:
         """Tells the others that a save has failed before its share was written, if it has."""
-        save = self._save
-        if save is None or save.number != number or save.agreed is not None or save.error:
-            return
-        if (exchange := save.attempt.exchange) is not None:
-            exchange.fail(SHARES, error)
+        save = self._save_of(number)
+        if save and save.attempt.exchange and not (save.agreed or save.error):
+            save.attempt.exchange.fail(SHARES, error)
 
     def committed(self) -> Report:
         """The manifest of the step that process 0 has committed, for the others; in a store.
 
         They would read it there when the next save begins, in the way of the training loop.
         """
-        save = self._save
+        save = self._parents.save
         if save is None or save.committed is None or at(save.directory).on_file_system:
             return {}
         data, _ = manifest_json.encode(save.committed.manifest)
@@ -166,8 +160,8 @@ class Keeper:
 
     def learn(self, told: Report) -> None:
         """Learns what process 0 has committed."""
-        save = self._save
-        if save is None or save.committed is not None or save.number != told.get("number"):
+        save = self._save_of(told.get("number"))
+        if save is None or save.committed is not None:
             return
         manifest = manifest_json.decode(told["manifest"].encode(), where=f"{save.directory}")
         save.committed = Committed(manifest, (), frozenset())
@@ -175,18 +169,12 @@ class Keeper:
     def take_back(self, count: int = 1, why: str = "") -> None:
         """Lets go of the steps recorded last, which another process lacks; tells why, if given."""
         with self._lock:
-            past = self._deferred.cut(max(len(self._deferred) - count, 0))
-        if why:
-            tell_given_up([each.step for each in past], why)
+            self._deferred.give_up(max(len(self._deferred) - count, 0), why)
 
     def is_there(self) -> bool:
-        """True if the save that storage seemed to refuse is on the disk.
-
-        Raises:
-            OSError: storage does not tell.
-        """
+        """True if the save that storage seemed to refuse is on the disk; OSError if not known."""
         with self._lock:
-            save = self._save
+            save = self._parents.save
         if save is None or not save.is_kept or (committed := save.committed) is None:
             return False
         with contextlib.suppress(FileNotFoundError, NotADirectoryError):
@@ -196,8 +184,8 @@ class Keeper:
     def give_up(self, why: str) -> None:
         """Lets go of all steps in memory that are not on the disk, and says so."""
         with self._lock:
-            steps = self._steps()
-            if steps.refused is not None and (save := self._save) is not None:
+            steps, save = self._steps(), self._parents.save
+            if save is not None and save.is_kept:
                 save.release()
             self._deferred.cut(0)
         tell_given_up(steps.steps, why)
@@ -205,13 +193,13 @@ class Keeper:
     def replace(self, number: int) -> None:
         """Lets go of what was refused of one step alone, since its caller saves it again."""
         with self._lock:
-            steps, save = self._steps(), self._save
+            steps, save = self._steps(), self._parents.save
             if save is not None and steps.refused == number and len(steps.steps) == 1:
                 save.release()
 
     def let_go(self) -> None:
         """Lets go of the last save, since another one begins; under the lock."""
-        if (save := self._save) is not None:
+        if (save := self._parents.save) is not None:
             if save.is_kept:
                 tell_given_up([each.step for each in save.steps], "another step is saved")
             save.release()

@@ -76,11 +76,10 @@ class Notices:
         decision = plan.decision
         for message in decision.notices:
             self.warn_once(message)
-        if decision.is_planned:
-            self._unplanned_count = 0 if not decision.is_base else self._unplanned_count
-            return
-        self._unplanned_count += 1
-        if self._unplanned_count >= 2:
+        if not decision.is_base:
+            self._unplanned_count = 0
+        self._unplanned_count += not decision.is_planned
+        if self._unplanned_count >= 2 and not decision.is_planned:
             remedies = (text for key, text in _REMEDIES.items() if key in decision.reason)
             remedy = next(remedies, "See the log.")
             self.warn_once(
@@ -104,9 +103,9 @@ class Notices:
                 'delta="bits"; max_deltas=0 says that full states are meant.'
             )
 
-    def note_step(self, step: int) -> None:
-        """Notes a step that is saved or deferred; warns of one before it that was neither."""
-        missed, self._missed = self._missed, None
+    def note_step(self, step: int, why_not: str = "") -> None:
+        """Notes a step that is saved or deferred, or has to be saved; warns of one that was not."""
+        missed, self._missed = self._missed, (step, why_not) if why_not else None
         if missed is not None and missed[0] < step:
             self.warn_once(
                 f"Step {missed[0]} was neither recorded nor saved: record_step answered False "
@@ -115,19 +114,14 @@ class Notices:
                 key="gap",  # the message has another number for each step
             )
 
-    def note_missed(self, step: int, why: str) -> None:
-        """Notes a step that could not be deferred, and has to be saved."""
-        self.note_step(step)
-        self._missed = (step, why)
-
     def forget_missed(self) -> None:
         """Notes that a save of that step was asked for, and refused with an error."""
         self._missed = None
 
 
 def tell_given_up(steps: Collection[int], why: str) -> None:
-    """Warns of deferred steps that will not be saved."""
-    if steps:
+    """Warns of deferred steps that will not be saved, unless another warning says why."""
+    if steps and why:
         shown = lineage.shown_steps([*steps])
         _log.warning("Recorded steps that are not saved: %s; %s.", shown, why)
 

@@ -15,7 +15,7 @@ from adacheck_jax.format.boxes import Blocks
 from adacheck_jax.format.manifest import DeltaManifest, Leaf
 from adacheck_jax.memory.shadow_state import Position
 from adacheck_jax.plan.decision import advanced
-from adacheck_jax.plan.situation import Counts, Facts, SavedFacts
+from adacheck_jax.plan.situation import Counts
 from adacheck_jax.proof.checker import Witness
 from adacheck_jax.save.one_save import Save
 from adacheck_jax.save.pending import Pending
@@ -34,7 +34,6 @@ class Tip:
     """A step that the next one may follow, as this process has it in memory.
 
     Attributes:
-        step: step number.
         depth: number of deltas since the base that began its line.
         staged: the step itself, if it was saved or deferred here; None for a restored one.
         host_copies: copies of the leaves that the next delta may be stored as differences from.
@@ -53,18 +52,13 @@ class Tip:
 
     @property
     def leaves(self) -> tuple[Leaf, ...]:
-        """Every leaf, in its boxes; none of a restored state that no delta follows."""
+        """Every leaf, in its boxes."""
         return self.restored if self.staged is None else self.staged.plan.structure.leaves
 
     @property
     def position(self) -> Position:
         """The step, as the shadow knows it."""
         return self if self.staged is None else self.staged
-
-    def drop(self) -> None:
-        """Nothing follows this step any more: the witness is not made if that has not begun."""
-        if self.preparing is not None:
-            self.preparing.cancel()
 
     def wait(self) -> None:
         """Waits until the witness is there."""
@@ -76,6 +70,7 @@ class Tip:
             self.preparing = None
 
 
+@dataclass(slots=True, eq=False)
 class Parent:
     """A step on the disk that the next delta may refer to: the one saved or restored last.
 
@@ -86,36 +81,33 @@ class Parent:
         lineage: its lineage as it was found on the disk last; None if no delta can follow it.
     """
 
-    def __init__(
-        self,
-        directory: AnyPath,
-        number: int | None,
-        tip: Tip,
-        save: Save | None,
-        restored: Lineage | None = None,
-    ) -> None:
-        self.directory, self.number, self.tip, self.save = directory, number, tip, save
-        self.lineage = restored
-        self._files = links.files_of(restored.entries[-1]) if restored else frozenset[str]()
+    directory: AnyPath
+    number: int | None
+    tip: Tip
+    save: Save | None
+    lineage: Lineage | None = None
+    _files: frozenset[str] = frozenset()
+
+    def __post_init__(self) -> None:
+        if self.lineage is not None:  # it was restored just now
+            self._files = links.files_of(self.lineage.entries[-1])
 
     @property
-    def files(self) -> frozenset[str]:
-        """Names of its files, while it was whole; empty if this process does not know them."""
+    def identity(self) -> tuple[frozenset[str], Stamp | None]:
+        """Names of its files, while it was whole, and identity of its manifest; if known here."""
         committed = self.save.committed if self.save else None
-        return committed.files if committed else self._files
+        return (committed.files, committed.stamp) if committed else (self._files, None)
 
     @property
-    def stamp(self) -> Stamp | None:
-        """Identity of its manifest; None if this process did not write it."""
-        committed = self.save.committed if self.save else None
-        return committed.stamp if committed else None
+    def _known(self) -> list[Lineage]:
+        """Its own lineage and that of the step before it, as far as they are known."""
+        followed = self.save.parent if self.save else None
+        return [each for each in (self.lineage, followed) if each is not None]
 
     @property
     def base_depth(self) -> int:
         """Number that its base, as far as it is known, has in its line of deltas."""
-        followed = self.save.parent if self.save else None
-        known = self.lineage or followed
-        return known.base.depth if known else 0
+        return self._known[0].base.depth if self._known else 0
 
     def counts(self) -> Counts:
         """Update counters of its state; waits for them."""
@@ -133,7 +125,7 @@ class Parent:
 
     def look(self, others: list[Lineage]) -> None:
         """Looks for its lineage on the disk."""
-        known, self.lineage = [*others, *self._known()], None
+        known, self.lineage = [*others, *self._known], None
         if self.save is not None and self.save.error is not None:
             return  # it was told that it is not saved, or is to be written again first
         try:
@@ -157,15 +149,9 @@ class Parent:
             return lookup.resolve(self.directory)
         return None
 
-    def _known(self) -> list[Lineage]:
-        followed = self.save.parent if self.save else None
-        return [each for each in (self.lineage, followed) if each is not None]
-
     def _committed(self) -> Lineage | None:
         """Its lineage as this process committed it, if it is on the disk unchanged."""
-        save = self.save
-        committed = save.committed if save else None
-        if save is None or committed is None:
+        if (save := self.save) is None or (committed := save.committed) is None:
             return None
         # In a store looks cost requests: they are left to the save itself, in the background.
         if at(self.directory).on_file_system:
@@ -182,11 +168,7 @@ class Parent:
 
 
 class Parents:
-    """The step saved last and the one restored last.
-
-    Attributes:
-        saved: the step saved last.
-    """
+    """The step saved last and the one restored last."""
 
     def __init__(self, keep_lineage: KeepLineage | None) -> None:
         self._keep_lineage = keep_lineage
@@ -200,14 +182,18 @@ class Parents:
         return not self._candidates
 
     @property
+    def save(self) -> Save | None:
+        """The save that was begun last."""
+        return self.saved.save if self.saved is not None else None
+
+    @property
     def only(self) -> Parent | None:
         """The step saved or restored last, if it is the only one to build on."""
         return self._candidates[0] if len(self._candidates) == 1 else None
 
     def advance(self, saved: Parent) -> None:
         """Notes a step that is being saved."""
-        self.saved = saved
-        self._candidates = (saved,)
+        self.saved, self._candidates = saved, (saved,)
 
     def follow(self, restored: Parent) -> None:
         """Notes a step that was restored."""
@@ -215,7 +201,8 @@ class Parents:
         saved = self.saved
         others = (saved,) if saved is not None and saved.directory != restored.directory else ()
         for each in self._candidates:
-            each.tip.drop()
+            if each.tip.preparing is not None:  # no witness is needed; one in work is made
+                each.tip.preparing.cancel()
         self._candidates = (restored, *others)
 
     def forget(self) -> None:
@@ -252,7 +239,12 @@ class Parents:
         if not at(final_directory).on_file_system:
             return False
         root = final_directory.parent
-        while root not in self._links and root != root.parent and not _is_root(root):
+        # The root exists, and is not a step's directory.
+        while (
+            root not in self._links
+            and root != root.parent
+            and (not at(root).is_folder or at(root / marks.STEP_METADATA).exists)
+        ):
             root = root.parent
         if root not in self._links:
             self._links[root] = links.can_link(root)
@@ -264,44 +256,3 @@ class Parents:
         # A manager asks with each save: one that did not so far has another policy, or none.
         is_kept = keep is not None and (keep.is_asked or self.saved is None)
         return is_kept or self.has_links(final_directory)
-
-
-def _is_root(directory: AnyPath) -> bool:
-    """True if a directory exists and is not a step's."""
-    return at(directory).is_folder and not at(directory / marks.STEP_METADATA).exists
-
-
-def facts_of(
-    parent: Parent, tip: Tip, *, knows_counts: bool, made_depth: int, witness_fits: bool
-) -> Facts:
-    """Facts for a plan about a step that the next one may follow.
-
-    Of the bases of its line made in the background the newest is number ``made_depth``.
-    """
-    counts = None
-    if knows_counts:
-        counts = parent.counts() if tip.staged is None else tip.staged.counts()
-    base_depth, saved, save = parent.base_depth, None, parent.save
-    if save is not None:
-        saved = SavedFacts(
-            structure=save.structure,
-            kind=save.plan.decision.kind,
-            interval=save.own.step - save.before,
-            replayable=save.replayable,
-            follows_saved=save.parent is not None,
-            failure=save.is_lost,
-        )
-        # Several processes may not see at the same save that a step has become a base.
-        base_depth = max(base_depth, made_depth) if jax.process_count() == 1 else made_depth
-    return Facts(
-        step=tip.step,
-        depth=tip.depth - base_depth,
-        counts=counts,
-        lineage=parent.lineage,
-        deferred_count=tip.depth - parent.tip.depth,
-        saved=saved,
-        has_witness=witness_fits,
-        copied=tip.host_copies,
-        leaves=tip.leaves or (parent.lineage.leaves if parent.lineage else ()),
-        has_moved=tip.witness is not None and not witness_fits,
-    )

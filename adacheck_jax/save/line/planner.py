@@ -1,8 +1,7 @@
 """Plans the saves of one training run: gathers facts, has them planned, and corrects plans.
 
 :mod:`~adacheck_jax.plan.save_plan` decides; what it needs is looked up here, on the disk, in
-memory and among what checks have found so far. A plan of a replayed delta is compared with the
-state while that is still there, and made anew from what replay gets wrong.
+memory and among what checks have found so far.
 """
 
 from __future__ import annotations
@@ -23,18 +22,17 @@ from adacheck_jax.errors import AdaCheckError, LineageError, ReplayError
 from adacheck_jax.format.boxes import Blocks
 from adacheck_jax.memory.shadow import ShadowThread
 from adacheck_jax.plan import save_plan, situation
-from adacheck_jax.plan.decision import Decision, replays, unplanned
+from adacheck_jax.plan.decision import Decision, replays, shown, unplanned
 from adacheck_jax.plan.options import Options
 from adacheck_jax.plan.save_plan import SavePlan
-from adacheck_jax.plan.situation import Counts, Situation
+from adacheck_jax.plan.situation import BackgroundFacts, Counts, Facts, SavedFacts, Situation
 from adacheck_jax.proof import second_copy
 from adacheck_jax.proof.checker import Check, Checker, Comparison, Findings, Witness, is_sparse
 from adacheck_jax.proof.identity import Identity
 from adacheck_jax.proof.sample import Sampling
 from adacheck_jax.save.background_bases import BackgroundBases
-from adacheck_jax.save.line import parents
 from adacheck_jax.save.line.deferred import DeferredSteps
-from adacheck_jax.save.line.notices import Distrust, tell_given_up
+from adacheck_jax.save.line.notices import Distrust
 from adacheck_jax.save.line.parents import Parent, Parents, Tip
 from adacheck_jax.save.pending import Pending, told
 from adacheck_jax.schedule.line import LineSchedule
@@ -53,30 +51,23 @@ class Course:
     """A save as planned: with what it follows, and the check that has begun.
 
     Attributes:
-        plan: the plan.
         parent: the step on the disk that a delta follows, also where the plan is a base.
         tip: the last step in memory behind that parent.
         check: comparison of the replay that is made before the save returns.
+        again: the same step, if it was deferred before, as far as is known with the same state.
         compare: the one that is left to the worker, where not all processes enter it.
     """
 
     plan: SavePlan
     parent: Parent | None
     tip: Tip | None
+    again: Pending | None = None
     check: Check | None = None
     compare: Comparison | None = None
 
 
 class Planner:
-    """Plans the saves of one training run.
-
-    Attributes:
-        snapshots: takes states apart.
-        updates: exports the updates of their structures.
-        distrust: findings of checks so far.
-        parents: steps on the disk that the next one may follow.
-        deferred: steps in memory that the next save writes.
-    """
+    """Plans the saves of one training run."""
 
     def __init__(
         self,
@@ -105,7 +96,6 @@ class Planner:
         snapshot: Snapshot,
         directory: AnyPath,
         step: int | None,
-        again: Pending | None,
         agrees: Callable[[str], bool],
         *,
         replayable: bool,
@@ -113,39 +103,46 @@ class Planner:
         """Plans a save: without a look at the state's values if it is still being computed.
 
         A replayed delta is compared with the state, and planned anew from what replay gets wrong,
-        unless the plan is speculative; ``again`` is the same step, if it was deferred before.
-        ``agrees`` asks all processes if they enter a collective of that name.
+        unless the plan is speculative. ``agrees`` asks all processes if they enter a collective of
+        that name.
 
         Raises:
             AdaCheckError: deferred steps are lost; told once.
         """
-        counters = {i: snapshot.arrays[i] for i in snapshot.structure.counts}
+        again = self.deferred.supersede(step)
         only = self.parents.only
-        waits = self.distrust.is_cautious or transfer.are_ready(counters.values())
+        waits = self.distrust.is_cautious or is_computed(snapshot)
         if not waits and step is not None and only is not None and only.save is not None:
             self.parents.look(only, directory)
             facts = self._situation(snapshot, directory, step, None, only, again, replayable)
             planned = save_plan.speculate(facts, self._options)
-            if planned is not None and not self.is_collective(snapshot, facts.update):
-                return Course(planned, only, self.deferred.tip_behind(only))
+            if planned is not None and not second_copy.is_collective(snapshot, facts.update):
+                return Course(planned, only, self.deferred.tip_behind(only), again)
         counts = snapshot.counts()  # waits for the running step
         self.settle_deferred()
+        if again is not None and again.counts() != counts:
+            _log.warning(
+                "Step %d was recorded with %s updates and is saved with %s: what was recorded is "
+                "not saved. Give record_step the numbers of the steps, as the manager counts them.",
+                *(again.step, shown(again.counts()), shown(counts)),
+            )
+            again = None
         parent = self.deferred.follows if len(self.deferred) else None
         if parent is not None and not self.parents.look(parent, directory):
-            self.give_up(0, "the step that they follow is not there")
+            self.deferred.give_up(0, "the step that they follow is not there")
             parent = None
         parent = parent or self.parents.choose(directory, counts)
         facts = self._situation(snapshot, directory, step, counts, parent, again, replayable)
         tip = self.deferred.tip_behind(parent) if parent else None
-        course = Course(save_plan.plan(facts, self._options), parent, tip)
-        if not course.plan.is_replayed:
+        course = Course(save_plan.plan(facts, self._options), parent, tip, again)
+        witness = tip and tip.witness
+        if course.plan.decision.kind != "replay" or parent is None or witness is None:
             return course
-        compares = tip is not None and tip.witness is not None
-        compares = compares and self.is_collective(snapshot, facts.update)
-        if compares and not agrees(name_of(course.plan, snapshot)):
+        is_collective = second_copy.is_collective(snapshot, facts.update)
+        if is_collective and not agrees(name_of(course.plan, snapshot)):
             refuse = functools.partial(_refuse, course.plan.step)
             return dataclasses.replace(course, compare=refuse)
-        return self._corrected(snapshot, course, facts)
+        return self._corrected(snapshot, course, facts, parent, witness)
 
     def plan_deferred(
         self,
@@ -155,11 +152,9 @@ class Planner:
         again: Pending | None,
         away_bytes: int | None,
     ) -> Course | str:
-        """Plans a step that stays in memory; or gives the reason why it has to be saved instead.
-
-        While storage is away they may take ``away_bytes``, if that is more than what they may take.
-        """
-        facts = self._situation(snapshot, parent.directory, step, None, parent, again, True)
+        """Plans a step that stays in memory; or gives the reason why it has to be saved instead."""
+        replayable = parent.save is None or parent.save.replayable
+        facts = self._situation(snapshot, parent.directory, step, None, parent, again, replayable)
         planned = save_plan.plan_deferred(facts, self._options, is_away=away_bytes is not None)
         if isinstance(planned, str):
             return planned
@@ -184,25 +179,16 @@ class Planner:
         replayable: bool,
     ) -> Situation:
         """All that a plan may know."""
-        structure, options, facts, problem = snapshot.structure, self._options, None, ""
+        structure, tip = snapshot.structure, None
         if parent is not None:
-            self.deferred.tip_behind(parent).wait()  # the update is exported there already
+            tip = self.deferred.tip_behind(parent)
+            tip.wait()  # the update is exported there already
         is_new = parent is None and replayable and not structure.on_accelerator
         is_new = is_new and not self._shadow.may_be_sent(structure)  # by the caller's thread
         can_wait = is_new and self.updates.can_wait(structure)
         update = NOT_YET if can_wait else self.updates.of(structure)
         self.updates.tell(update)
-        is_checked = replays(update, options, replayable=replayable)
-        if parent is not None:
-            tip = self.deferred.tip_behind(parent)
-            facts = parents.facts_of(
-                parent,
-                tip,
-                knows_counts=counts is not None,
-                made_depth=self._bases.newest_depth,
-                witness_fits=tip.witness is not None and tip.witness.fits(structure, update),
-            )
-            problem = self._shadow_problem(tip, again, counts)
+        is_checked = replays(update, self._options, replayable=replayable)
         return Situation(
             step=step,
             structure=structure,
@@ -210,7 +196,7 @@ class Planner:
             counts=counts,
             replayable=replayable,
             distrusted=self.distrust.leaves_of(structure),
-            parent=facts,
+            parent=None if parent is None else self._facts(parent, structure, update, counts),
             is_only=parent is not None and self.parents.only is parent,
             is_first=self.parents.is_empty,
             keeps_ancestors=parent is not None and self.parents.keeps_ancestors(directory),
@@ -220,49 +206,71 @@ class Planner:
             # All processes have to plan alike.
             makes_bases=self._bases.known.are_possible
             if jax.process_count() > 1
-            else self.could_make_bases(directory),
-            shadow_problem=problem,
+            else self.background(directory).are_possible,
+            shadow_problem="" if tip is None else self._shadow_problem(tip, again),
         )
 
-    def _shadow_problem(self, tip: Tip, again: Pending | None, counts: Counts | None) -> str:
+    def _facts(
+        self, parent: Parent, structure: Structure, update: ExportedUpdate, counts: Counts | None
+    ) -> Facts:
+        """Facts about the step that a state with these counters would follow."""
+        tip, save, saved = self.deferred.tip_behind(parent), parent.save, None
+        base_depth, before = parent.base_depth, tip.staged or parent
+        if save is not None:
+            kind = save.plan.decision.kind
+            saved = SavedFacts(save.structure, kind, save.interval, save.is_lost)
+            # Several processes may not see at the same save that a step has become a base.
+            made_depth = self._bases.newest_depth
+            base_depth = max(base_depth, made_depth) if jax.process_count() == 1 else made_depth
+        fits = tip.witness is not None and tip.witness.fits(structure, update)
+        return Facts(
+            step=tip.step,
+            depth=tip.depth - base_depth,
+            counts=None if counts is None else before.counts(),
+            lineage=parent.lineage,
+            deferred_count=tip.depth - parent.tip.depth,
+            saved=saved,
+            has_witness=fits,
+            copied=tip.host_copies,
+            leaves=tip.leaves,
+            has_moved=tip.witness is not None and not fits,
+        )
+
+    def _shadow_problem(self, tip: Tip, again: Pending | None) -> str:
         """The reason why a base is due: the shadow followed what was given up, or has no room.
 
         Of several processes all have to plan alike: by what they agreed on with the last save.
         """
         if jax.process_count() > 1:
             return self._shadow.due
-        is_same = again is not None and (counts is None or again.counts() == counts)
-        if self._shadow.is_beyond(tip.position) and not (
-            is_same and not self._shadow.is_beyond(again)
-        ):
+        is_again = again is not None and not self._shadow.is_beyond(again)
+        if self._shadow.is_beyond(tip.position) and not is_again:
             return "the shadow followed another step"
         return self._shadow.wants_base
 
-    def could_make_bases(self, directory: AnyPath) -> bool:
-        """True if this process could make a base of the next delta in the background.
+    def background(self, directory: AnyPath) -> BackgroundFacts:
+        """Facts of this process on bases that it makes, or could make, in the background.
 
         A number of deltas that the caller chose is kept to; and in a store nothing can be renamed.
         """
-        return (
-            (shadow := self._options.host_shadow) is not None
-            and shadow.background_bases
-            and not isinstance(self._options.max_deltas, int)
-            and self._bases.own.are_possible
-            and self.parents.has_links(directory)
-        )
+        shadow, own = self._options.host_shadow, self._bases.own
+        may_be = shadow is not None and shadow.background_bases and own.are_possible
+        may_be = may_be and not isinstance(self._options.max_deltas, int)
+        may_be = may_be and self.parents.has_links(directory)
+        return dataclasses.replace(own, are_possible=may_be)
 
-    def _corrected(self, snapshot: Snapshot, course: Course, facts: Situation) -> Course:
+    def _corrected(
+        self, snapshot: Snapshot, course: Course, facts: Situation, parent: Parent, witness: Witness
+    ) -> Course:
         """Compares replay with a state that is still there, and plans anew what it gets wrong."""
-        tip = course.tip
-        if tip is None or tip.witness is None:
-            return course
-        if tip.staged is not None:
+        before = self.deferred.tip_behind(parent).staged or parent
+        if isinstance(before, Pending):
             with contextlib.suppress(AdaCheckError):  # raised by the save of that step
-                tip.staged.verify()
+                before.verify()
         planned, structure = course.plan, course.plan.structure
         checker = self.checker_of(structure, planned.update)
         sums = functools.partial(sums_of, snapshot)
-        check = checker.begin(tip.witness, snapshot.arrays, planned.step, sums)
+        check = checker.begin(witness, snapshot.arrays, planned.step, sums)
         findings = check.findings(planned.decision.updates)
         if findings and planned.update.engine == "identity":
             self.updates.compare_in_full()
@@ -274,8 +282,9 @@ class Planner:
             made = save_plan.decided(facts, unplanned(reason), self._options)
             return dataclasses.replace(course, plan=made)
         wrong = frozenset(findings) - save_plan.known_unreplayed(facts)
-        made = save_plan.with_wrong(planned, facts, wrong, self._options)
-        wrong |= _changed(snapshot, course, made)
+        if planned.unchanged and jax.process_count() == 1:  # others may not know the values yet
+            expected, own = before.sums(), sums_of(snapshot, planned.unchanged)
+            wrong |= {i for i, value in own.items() if value != expected[i]}
         if not wrong:
             return dataclasses.replace(course, check=check)
         unhealed = _owned_by_others(snapshot, wrong)
@@ -291,13 +300,9 @@ class Planner:
             made = save_plan.decided(facts, Decision("base", reason), self._options)
             return dataclasses.replace(course, plan=made)
         check.renew(snapshot.arrays, wrong)
-        made = save_plan.with_wrong(planned, facts, wrong, self._options)
+        made = save_plan.planned(facts, planned.decision, self._options, wrong=wrong)
         made = dataclasses.replace(made, unhealed=tuple(sorted(unhealed)))
         return dataclasses.replace(course, plan=made, check=check)
-
-    def is_collective(self, snapshot: Snapshot, update: ExportedUpdate) -> bool:
-        """True if comparisons are collective: each is waited for in the call that it belongs to."""
-        return second_copy.is_collective(snapshot.structure, update, snapshot.arrays)
 
     def checker_of(self, structure: Structure, update: ExportedUpdate) -> Checker:
         """The checker of the deltas of a structure; made once."""
@@ -348,19 +353,18 @@ class Planner:
         Raises:
             AdaCheckError: deferred steps are lost by it; told once.
         """
-        saved = self.parents.saved
-        staged_steps = [*saved.save.steps] if saved and saved.save else []
-        for each in (*staged_steps, *self.deferred.steps):
+        save = self.parents.save
+        for each in (*(save.steps if save is not None else ()), *self.deferred.steps):
             if each.saved:
                 self.distrust.tell(each.plan, each.saved)
-        if saved is not None and (save := saved.save) is not None:
-            known, leaves = save.agreed_caution, save.structure.leaves
+        if save is not None:
+            known = save.agreed.caution if save.agreed else save.caution
+            leaves = save.structure.leaves
             self.distrust.learn(known.reason, [leaves[i].path for i in known.distrusted])
             if not len(self.deferred):  # else those before are of another replica
                 self.snapshots.follow(save.agreed_lead)
             if isinstance(save.error, ReplayError):  # without the path of the step's directory
-                steps = save.steps
-                self._learn_disproved(str(save.error.__cause__ or save.error), steps)
+                self._learn_disproved(str(save.error.__cause__ or save.error), save.steps)
         # Of several processes one alone may have found a deferred step wrong: the save that writes
         # it fails in all of them.
         if jax.process_count() == 1 and (wrong := self.deferred.wrong):
@@ -375,9 +379,8 @@ class Planner:
     def _learn_disproved(self, reason: str, steps: Sequence[Pending]) -> None:
         """Notes what the shadow found wrong: the sample of a later step may miss it.
 
-        Of several processes all have to plan alike: there the next save is a base, as after any
-        save that failed. With that base goes what one of them knows: what it could not store, or
-        in process 0 what all shadows together disproved.
+        Several processes have to plan alike: their next save is a base. With that goes what one of
+        them knows: what it could not store, or in process 0 what all shadows together disproved.
         """
         paths = [
             each.plan.structure.leaves[i].path
@@ -393,59 +396,41 @@ class Planner:
             self.deferred.settle(verify=jax.process_count() == 1)
         self.learn()
         if (count := self.deferred.settled_count) < len(self.deferred):
-            self.give_up(count, "they are not one update apart")
+            self.deferred.give_up(count, "they are not one update apart")
 
-    def plan_kept(self, directory: AnyPath, number: int | None) -> Course | None:
-        """Plans a save of deferred steps alone, up to a number; None if there are none to save.
+    def deferred_until(self, directory: AnyPath, number: int | None) -> tuple[Parent, list[Tip]]:
+        """The deferred steps up to a number, which a save writes alone, and what they follow.
 
         Raises:
-            AdaCheckError: deferred steps are lost; told once.
+            AdaCheckError: deferred steps are lost; told once. Or there are none.
         """
         self.settle_deferred()
-        parent = self.deferred.follows
-        if parent is None or not (tips := self.deferred.until(number)):
-            return None
+        parent, tips = self.deferred.follows, self.deferred.until(number)
+        if parent is None or not tips:
+            raise AdaCheckError(f"{directory}: expected recorded steps, found none.")
         if not self.parents.look(parent, directory):
             raise LineageError(
                 f"Recorded steps that are not saved: "
                 f"{lineages.shown_steps([each.step for each in self.deferred.cut(0)])}; the step "
                 "that they follow is not there. The next save will be a base."
             )
-        staged = tips[-1].staged
-        assert staged is not None  # as of every deferred step
-        return Course(staged.plan, parent, tips[-1])
+        return parent, tips
 
     def settle_last_deferred(self) -> str:
-        """Settles the steps deferred so far; in a cautious run they are compared too.
-
-        Gives the reason why the last one has to be saved instead; empty if it is what it should be.
-        """
+        """The reason, if any, why the last step deferred has to be saved instead; waits for all."""
         try:
             self.deferred.settle(verify=self.distrust.is_cautious and jax.process_count() == 1)
         except AdaCheckError as error:
             # This one is left to a save, which sees the whole state.
             self.deferred.cut(len(self.deferred) - 1)
-            self.give_up(self.deferred.settled_count, str(error))
+            self.deferred.give_up(self.deferred.settled_count, str(error))
             return str(error)
         return ""
 
-    def superseded(self, step: int | None) -> Pending | None:
-        """Gives up the deferred steps that a save replaces.
 
-        Gives the step that it saves again, if that was deferred last.
-        """
-        steps = self.deferred.steps
-        if step is None or not steps:
-            return None
-        kept = sum(each.step < step for each in steps)
-        if kept == len(steps) - 1 and steps[-1].step == step:
-            return self.deferred.cut(kept)[0]
-        self.give_up(kept, f"step {step} is saved after them")
-        return None
-
-    def give_up(self, count: int, why: str) -> None:
-        """Gives up deferred steps but for the first ones, and says so."""
-        tell_given_up([each.step for each in self.deferred.cut(count)], why)
+def is_computed(snapshot: Snapshot) -> bool:
+    """True if the update counters of a state are known without waiting."""
+    return transfer.are_ready([snapshot.arrays[i] for i in snapshot.structure.counts])
 
 
 def name_of(planned: SavePlan, snapshot: Snapshot) -> str:
@@ -469,23 +454,6 @@ def checker_of(structure: Structure, program: ExportedUpdate) -> Checker:
     if program.pieces is not None:
         return Sampling(structure, program, program.pieces)
     return (second_copy.Following if program.engine == "full" else Identity)(structure, program)
-
-
-def _changed(snapshot: Snapshot, course: Course, made: SavePlan) -> frozenset[int]:
-    """The leaves that a delta leaves to the parent, and whose bits are not the parent's."""
-    parent, tip = course.parent, course.tip
-    found = parent.lineage if parent else None
-    if jax.process_count() > 1:
-        return frozenset()  # the others may not know the values yet
-    if found is None or tip is None or not made.unchanged:
-        return frozenset()
-    expected: Sequence[int] | Mapping[int, int] = found.manifest.fingerprints
-    if tip.step != found.manifest.step:  # a step that was deferred since
-        if tip.staged is None:
-            return frozenset()
-        expected = tip.staged.sums()
-    own = sums_of(snapshot, made.unchanged)
-    return frozenset(i for i, value in own.items() if value != expected[i])
 
 
 def _owned_by_others(snapshot: Snapshot, leaves: Collection[int]) -> frozenset[int]:
