@@ -302,8 +302,9 @@ class TrainingRun:
                 self.note_gap(is_lost=not begun.is_again)
             raise
         futures.append(ShareFuture(save, directory, layout, self.left))
-        saver.returns()
-        begun.returned_s = begun.returned_s or self._clock()
+        if not begun.returned_s:
+            saver.returns()
+            begun.returned_s = self._clock()
         return futures
 
     async def _write_base(
