@@ -6,6 +6,7 @@ whose state may be donated.
 
 from __future__ import annotations
 
+import dataclasses
 import threading
 from collections.abc import Collection, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -19,7 +20,7 @@ from adacheck_jax.device.loops import programs
 from adacheck_jax.device.transfer import Joined, Merged
 from adacheck_jax.format.boxes import Blocks
 from adacheck_jax.memory.sending.consent import Consent
-from adacheck_jax.memory.sending.wire import Wire
+from adacheck_jax.memory.sending.wire import Received, Wire
 from adacheck_jax.memory.shadow import ShadowThread
 from adacheck_jax.memory.shadow_state import ShadowStep
 from adacheck_jax.plan.decision import replays
@@ -114,47 +115,63 @@ class Stager:
         if planned.is_base:  # of what updates touch it brings all that is here, below
             wanted -= planned.structure.touched
         seconds = self.seconds(snapshot, wanted, is_base=planned.is_base)
-        before = tip.staged if tip else None
-        parent = None
-        if tip is not None and before is None and course.parent is not None:
-            parent = (tip.step, course.parent.counts())
         with programs.together():  # dispatched before other threads take turns with this one
             copies = host_copies.take_copies(
                 snapshot, planned, seconds, every_replica=every_replica
             )
-            picks = planned.structure.local_picks
-            own = Pending(
-                planned,
-                label,
-                copies,
-                None if planned.is_base else self._delta_writer(planned, copies, tip),
-                transfer.stage({i: snapshot.arrays[i] for i in picks}, picks),
-                self.worker,
-                parent=parent,
-                before=before if planned.is_speculative else None,
-                again=course.again if planned.is_speculative else None,
-            )
+            own = self._pending(snapshot, course, label, copies)
             own.compare, witness = self._compared(snapshot, course, own)
-        lost = frozenset if received is None else received.lost
-        if follows and tip is not None:
-            blocks = dict.fromkeys(copies.staged, copies.staged)
-            blocks = Joined(blocks | dict.fromkeys(copies.spare, copies.spare))
-            blocks = Merged(blocks, copies.seconds) if copies.seconds else blocks
-            # What replay gets wrong is put over the shadow, whose boxes may have other owners; and
-            # each process takes the numbers that all arrays are computed from.
-            structure = planned.structure
-            wrong = structure.computed.intersection(planned.stored)
-            numbers = structure.everywhere.intersection(structure.consumed)
-            blocks = with_others(snapshot, blocks, wrong | numbers)
-            blocks = blocks if received is None else received.joined(blocks)
-            step = ShadowStep(own, own.step, blocks, own.sums, tip.position, course.again, lost)
-            own.proof = self._shadow.follow(step)
+        if follows:
+            self._follow(snapshot, course, own, copies, received)
         elif planned.has_witness:
             blocks = with_others(snapshot, copies.held, planned.structure.touched)
-            blocks = blocks if received is None else received.joined(blocks)
-            begun = ShadowStep(own, own.step, blocks, own.sums, lost=lost)
-            self._shadow.start(planned.structure, planned.update, begun)
+            begun = ShadowStep(own, own.step, blocks, own.sums)
+            self._shadow.start(planned.structure, planned.update, _with(begun, received))
         return own, witness, copies
+
+    def _pending(
+        self, snapshot: Snapshot, course: Course, label: str, copies: HostCopies
+    ) -> Pending:
+        """The step with what is written of it."""
+        planned, tip = course.plan, course.tip
+        before, picks, parent = tip.staged if tip else None, planned.structure.local_picks, None
+        if tip is not None and before is None and course.parent is not None:
+            parent = (tip.step, course.parent.counts())
+        return Pending(
+            planned,
+            label,
+            copies,
+            None if planned.is_base else self._delta_writer(planned, copies, tip),
+            transfer.stage({i: snapshot.arrays[i] for i in picks}, picks),
+            self.worker,
+            parent=parent,
+            before=before if planned.is_speculative else None,
+            again=course.again if planned.is_speculative else None,
+        )
+
+    def _follow(
+        self,
+        snapshot: Snapshot,
+        course: Course,
+        own: Pending,
+        copies: HostCopies,
+        received: Received | None,
+    ) -> None:
+        """Has the shadow follow a delta.
+
+        What replay gets wrong is put over the shadow, whose boxes may have other owners; and each
+        process takes the numbers that all arrays are computed from.
+        """
+        planned, structure = course.plan, course.plan.structure
+        blocks = dict.fromkeys(copies.staged, copies.staged)
+        blocks = Joined(blocks | dict.fromkeys(copies.spare, copies.spare))
+        blocks = Merged(blocks, copies.seconds) if copies.seconds else blocks
+        wrong = structure.computed.intersection(planned.stored)
+        numbers = structure.everywhere.intersection(structure.consumed)
+        blocks = with_others(snapshot, blocks, wrong | numbers)
+        before = course.tip.position if course.tip is not None else None
+        step = ShadowStep(own, own.step, blocks, own.sums, before, course.again)
+        own.proof = self._shadow.follow(_with(step, received))
 
     def _compared(
         self, snapshot: Snapshot, course: Course, own: Pending
@@ -197,10 +214,7 @@ class Stager:
                 *(snapshot, update, every, consent, f"{tip.step} restored"), is_followed=is_followed
             )
             self.wire.finish()
-        if received is None:
-            return ShadowStep(tip.position, tip.step, blocks, lambda: sums)
-        blocks, lost = received.joined(blocks), received.lost
-        return ShadowStep(tip.position, tip.step, blocks, lambda: sums, lost=lost)
+        return _with(ShadowStep(tip.position, tip.step, blocks, lambda: sums), received)
 
     def _restored_blocks(self, snapshot: Snapshot) -> Mapping[int, Blocks]:
         """The boxes that this process has of a restored state."""
@@ -296,6 +310,14 @@ class Stager:
             self._encodings,
             self._memory,
         )
+
+
+def _with(step: ShadowStep, received: Received | None) -> ShadowStep:
+    """A step with the boxes that were sent here, if any are."""
+    if received is None:
+        return step
+    blocks = received.joined(step.blocks)
+    return dataclasses.replace(step, blocks=blocks, lost=received.lost)
 
 
 def with_others(
