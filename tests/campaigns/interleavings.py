@@ -4,7 +4,7 @@
     python -m tests.campaigns.interleavings --only 17
 
 The runs are those of :mod:`tests.campaigns.places`, most of whose changes are left out. The threads
-of a save (the caller's, the line's worker, the shadow, the writer, the manager's, the one that
+of a save (the caller's, the line's worker, the shadow, the writer, the manager's two, the one that
 makes a base) stop at each of ``POINTS``, and one at a time is let go, drawn from the run's seed.
 The next one goes when that has come to its next point, or a moment later: it may wait for another
 thread.
@@ -34,6 +34,7 @@ from unittest import mock
 import orbax.checkpoint as ocp
 
 from adacheck_jax.adapter.away.keeping import AdaCheckManager
+from adacheck_jax.adapter.away.opening import OpeningManager
 from adacheck_jax.adapter.training_run import TrainingRun
 from adacheck_jax.memory.shadow_state import ShadowState
 from adacheck_jax.save import commit, share
@@ -52,7 +53,8 @@ POINTS: tuple[tuple[Any, str], ...] = (
     *((Stager, name) for name in ("stage", "prepare_next", "export")),
     *((Saver, name) for name in ("begin", "defer", "returns")),
     *((Resumer, name) for name in ("follow", "forget")),
-    *((HostCopies, "wait"), (TrainingRun, "commit"), (AdaCheckManager, "save")),
+    *((HostCopies, "wait"), (TrainingRun, "write"), (TrainingRun, "commit")),
+    *((AdaCheckManager, "save"), (OpeningManager, "_open"), (OpeningManager, "_await_opening")),
     *((Pending, name) for name in ("begin", "packed", "release", "_reached")),
     *(
         (Pending, name)
