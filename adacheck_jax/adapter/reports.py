@@ -9,6 +9,7 @@ Nothing that a listener or a callback raises reaches the save or the restore tha
 from __future__ import annotations
 
 import logging
+import threading
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Literal
@@ -125,6 +126,7 @@ class Announcer:
 
     def _call(self, name: str, call: Callable[[], None]) -> None:
         """Calls the user's code; its first error is logged, and none is raised."""
+        _told.by = name
         try:
             call()
         except Exception:
@@ -135,6 +137,24 @@ class Announcer:
                     "further errors from it are not logged.",
                     name,
                 )
+        finally:
+            _told.by = ""
+
+
+_told = threading.local()
+
+
+def expect_untold(call: str) -> None:
+    """Refuses a call of a manager by what is told of a save, whose end that call would wait for.
+
+    Raises:
+        AdaCheckError: this thread is in ``on_save``, or a listener.
+    """
+    if by := getattr(_told, "by", ""):
+        raise AdaCheckError(
+            f"expected {call} outside {by}, found it inside: the save ends when {by} returns, so "
+            "it would wait for itself. Nothing was done; let the training loop call it."
+        )
 
 
 def _line(report: SaveReport) -> str:

@@ -144,6 +144,47 @@ def test_a_save_that_storage_refused_to_begin_is_made_again(opened):
         _expect_equal(opened.restored(2), saved)
 
 
+@pytest.mark.parametrize("call", ["wait_until_finished", "close", "save", "restore"])
+def test_a_callback_cannot_wait_for_the_save_that_it_is_told_of(tmp_path, call, caplog):
+    run = support.dict_run(support.mesh_of((1, 1)))
+    calls = {
+        "save": lambda: manager.save(9, args=adacheck.SaveArgs(run.state)),
+        "restore": lambda: manager.restore(1),
+    }
+
+    def on_save(_report: Any) -> None:
+        calls.get(call, getattr(manager, call))()
+
+    manager = adacheck.checkpoint_manager(str(tmp_path), run.recorder, on_save=on_save)
+    with manager:
+        for _ in range(3):
+            run.advance()
+            assert manager.save(run.count, args=adacheck.SaveArgs(run.state))
+        manager.wait_until_finished()
+        assert manager.all_steps() == [1, 2, 3]
+    assert f"expected {call}(" in caplog.text
+    assert "outside on_save" in caplog.text
+
+
+def test_a_save_that_is_interrupted_while_it_waits_for_the_last_one_loses_none(opened, monkeypatch):
+    """Where Python 3.11 is interrupted in a join, it takes the thread for one that has ended."""
+    with opened.manager as manager:
+        opened.save()
+        saved = [opened.save()]
+        with monkeypatch.context() as patch:
+
+            def interrupted(*_args: Any) -> None:
+                raise KeyboardInterrupt
+
+            patch.setattr(manager, "_await_end", interrupted)
+            with pytest.raises(KeyboardInterrupt):
+                opened.save()
+        saved.append(opened.save())
+        assert [*manager.all_steps()][-2:] == [2, 4]
+        for step, each in zip((2, 4), saved, strict=True):
+            _expect_equal(opened.restored(step), each)
+
+
 @pytest.mark.slow
 def test_a_process_that_ends_behind_a_save_has_saved_it(tmp_path):
     subprocess.run([sys.executable, "-c", _LAST, tmp_path], check=True, timeout=300)

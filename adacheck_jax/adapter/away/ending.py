@@ -11,6 +11,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import logging
+import threading
 from typing import Any
 
 import jax
@@ -43,6 +44,8 @@ class EndingManager(RestoringManager):
         self._outage = Outage() if goes_on else None
         handler.run.keeps_refused = goes_on
         self._failure: BaseException | None = None
+        self._past: object = None
+        self._has_ended = threading.Event()
         self._is_stale = False
         if goes_on and not is_alone:
             known = options.async_options or ocp.AsyncOptions()
@@ -68,7 +71,31 @@ class EndingManager(RestoringManager):
         """
         return not is_own_thread() and super().reached_preemption(step)
 
+    def _begin_save(self) -> None:
+        """Notes that a save begins, and none is in flight."""
+        self._past = self._finalize_thread.get()
+        self._has_ended.clear()
+
+    def _await_end(self, longest_s: float | None = None) -> bool:
+        """Waits for the end of the save that was begun last; False if it goes on.
+
+        Not by joining its thread: where Python 3.11 is interrupted in that, it takes the thread for
+        one that has ended.
+        """
+        thread = self._finalize_thread.get()
+        if thread is not None and thread is not self._past:
+            if not self._has_ended.wait(longest_s):
+                return False
+            threading.Thread.join(thread)  # without its error
+        return True
+
     def _finalize(self, step: int, steps_to_remove: list[int]) -> None:
+        try:
+            self._end_save(step, steps_to_remove)
+        finally:
+            self._has_ended.set()
+
+    def _end_save(self, step: int, steps_to_remove: list[int]) -> None:
         self._together.forget()
         was_stale, self._failure = self._is_stale, None
         try:  # what Orbax asks before may raise, while this goes on

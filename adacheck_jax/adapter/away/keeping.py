@@ -34,6 +34,7 @@ from adacheck_jax.adapter.away.ending import EndingManager
 from adacheck_jax.adapter.away.looking import Look
 from adacheck_jax.adapter.handler import AdaCheckHandler
 from adacheck_jax.adapter.inputs import expected_step
+from adacheck_jax.adapter.reports import expect_untold
 from adacheck_jax.adapter.share_future import MOMENT_S
 from adacheck_jax.adapter.training_run import absolute
 from adacheck_jax.errors import AdaCheckError, DifferingCallsError, StorageError, first_line
@@ -84,6 +85,7 @@ class AdaCheckManager(EndingManager):
                 memory, and those that are lost.
         """
         step = expected_step(step, "give save the number of the step")
+        expect_untold(f"save({step})")
         check = functools.partial(expect_args, args, SaveArgs, self._item)
         if self._is_closed:
             raise AdaCheckError(
@@ -215,12 +217,10 @@ class AdaCheckManager(EndingManager):
     def _flown(self) -> Flight:
         """Waits for the save in flight, as long as there is patience."""
         outage, error = self._outage, self._await_opening()
+        if error is None and outage is not None and not self._await_end(outage.patience_s):
+            outage.hang()
+            return Flight.GOES_ON
         thread = None if error is not None else self._finalize_thread.get()
-        if thread is not None and thread.is_alive() and outage is not None:
-            threading.Thread.join(thread, outage.patience_s)  # without its error
-            if thread.is_alive():
-                outage.hang()
-                return Flight.GOES_ON
         error = error if thread is None else thread.exception
         has_failed = error is not None and self._in_flight is not None
         return Flight.FAILED if has_failed else Flight.ENDED
@@ -272,6 +272,8 @@ class AdaCheckManager(EndingManager):
         """
         flying, self._in_flight = self._in_flight, None
         try:
+            self._await_opening()
+            self._await_end()
             with self._inside():
                 super().wait_until_finished()
         except Exception as error:
@@ -279,6 +281,9 @@ class AdaCheckManager(EndingManager):
                 raise
             self._fail(*flying, error)
             return False
+        except BaseException:  # it still flies
+            self._in_flight = flying
+            raise
         if flying is not None and why:
             self._fail(*flying, AdaCheckError(f"process 0: {why}"))
         if flying is not None and self._outage is not None:
@@ -307,6 +312,7 @@ class AdaCheckManager(EndingManager):
         if keeper is not None:
             keeper.give_up(f"step {step}, which they follow, is not saved")
         if not lost:
+            error.add_note(f"Step {step} is not saved.")
             raise error
         kind = type(error) if isinstance(error, AdaCheckError) else StorageError
         raise kind(
@@ -319,6 +325,7 @@ class AdaCheckManager(EndingManager):
         if self._outage is not None:
             self._outage.begin()
         self._in_flight = self._opening = None
+        self._begin_save()
         self._together.begin()
         with self._inside():
             if save():
@@ -468,6 +475,7 @@ class AdaCheckManager(EndingManager):
             StorageError: storage refuses them for a minute; the message names the steps that are
                 lost.
         """
+        expect_untold("close()")
         try:
             if self._outage is not None:
                 self._together.longest_s = outages.CLOSING_S

@@ -23,6 +23,8 @@ import jax
 import orbax.checkpoint as ocp
 from etils import epath
 
+from adacheck_jax.adapter.reports import expect_untold
+
 _log = logging.getLogger(__name__)
 
 _OPENER, _FINALIZER = "adacheck_open", "save_finalize"
@@ -64,6 +66,7 @@ class OpeningManager(ocp.CheckpointManager):
 
     def wait_until_finished(self) -> None:
         """As Orbax's; of a save that could not be begun each thread is told once."""
+        expect_untold("wait_until_finished()")
         error, thread = self._await_opening(), threading.get_ident()
         if error is not None and thread not in self._told:
             self._told.add(thread)

@@ -16,6 +16,7 @@ from adacheck_jax.adapter.arguments import RestoreArgs, expect_args
 from adacheck_jax.adapter.away.lockstep import Lockstep
 from adacheck_jax.adapter.away.opening import OpeningManager
 from adacheck_jax.adapter.handler import AdaCheckHandler
+from adacheck_jax.adapter.reports import expect_untold
 from adacheck_jax.device.trees import PyTree
 from adacheck_jax.store.steps import roots
 from adacheck_jax.store.storage.location import located
@@ -113,10 +114,11 @@ class RestoringManager(OpeningManager):
                 return {}
             return inputs.described(own.abstract_state)
 
+        expect_untold(f"restore({step})")
         self._together.meet(f"restore({step})", described)
         try:
             return super().restore(step, items, restore_kwargs, directory, args)
-        except FileNotFoundError as error:
+        except (FileNotFoundError, ValueError) as error:  # the latter where names have a prefix
             holder, root = None, located(str(directory or self.directory))
             if step is not None:
                 holder = roots.holder_of(step, root)

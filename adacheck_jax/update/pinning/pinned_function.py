@@ -100,12 +100,12 @@ class PinnedFunction:
         leaves, treedef = jax.tree.flatten(trees)
         arrays = [leaf for leaf in leaves if _is_array(leaf)]
         is_staged = any(isinstance(leaf, jax.core.Tracer) for leaf in arrays)
-        key, kept = None, self._staged if is_staged else self._known
+        keys, kept = (), self._staged if is_staged else self._known
         if len(arrays) == len(leaves):
-            key = (treedef, *map(_kind, arrays), *_settings())
-            known = kept.get(key)
+            keys = [(treedef, *map(each, arrays), *_settings()) for each in (_aval, _kind)]
+            known = _first(kept, keys)
             if known is None and is_replay and not self._staged:  # an update without jax.jit
-                known = self._known.get(key)
+                known = _first(self._known, keys)
             if known is not None and (is_replay or not is_staged):
                 return known
         sizes = [_aval(x).size for x in _arrays_of(trees[:1])] if self._records else []
@@ -116,13 +116,18 @@ class PinnedFunction:
                 "expected an update that reads its arguments alone, found one that reads a value "
                 "which the train step computes; give it as an extra argument of the update"
             )
-        if key is not None and traced.is_constant and not is_replay:
+        if keys and traced.is_constant and not is_replay:
+            key = keys[0 if traced.names_mesh else 1]
             kept.pop(key, None)
             while len(kept) >= _KEPT_COUNT:
                 oldest, *_ = kept
                 kept.pop(oldest, None)
             kept[key] = traced
         return traced
+
+
+def _first(kept: Mapping[Any, _Traced], keys: Sequence[Any]) -> _Traced | None:
+    return next((kept[key] for key in keys if key in kept), None)
 
 
 def _settings() -> list[Any]:
@@ -140,7 +145,7 @@ def _aval(leaf: Any) -> Any:
 
 
 def _kind(leaf: Any) -> Any:
-    """All that a trace depends on of an argument: of a mesh its explicit axes alone."""
+    """All that a trace without a mesh's name depends on of an argument."""
     aval = _aval(leaf)
     if isinstance(aval, jax.ShapeDtypeStruct):
         return aval.shape, aval.dtype, aval.weak_type
@@ -187,6 +192,8 @@ class _Traced:
         self._consts = closed.consts
         # A trace that closes over a tracer cannot be used again.
         self.is_constant = not any(isinstance(each, jax.core.Tracer) for each in closed.consts)
+        # Such a trace is another one's on other devices: zeros_like tells of a mesh.
+        self.names_mesh = _names_mesh(closed.jaxpr)
         flat = flatten(closed.jaxpr)
         # For each result the input that it returns unchanged.
         places = {each: i for i, each in enumerate(flat.inputs[len(closed.consts) :])}
@@ -223,6 +230,16 @@ class _Traced:
         remaining, others = iter(arrays), self._others
         leaves = [others[i] if i in others else next(remaining) for i in range(self._count)]
         return self._out_tree.unflatten(leaves)
+
+
+def _names_mesh(jaxpr: Any) -> bool:
+    """True if an operation is told where its result lies."""
+    given = [value for eqn in jaxpr.eqns for value in eqn.params.values()]
+    parts = [x for value in given for x in (value if isinstance(value, tuple | list) else [value])]
+    inner = [getattr(x, "jaxpr", x) for x in parts]
+    return any(isinstance(x, jax.sharding.Sharding) for x in parts) or any(
+        _names_mesh(x) for x in inner if hasattr(x, "eqns")
+    )
 
 
 class _PinnedJaxpr:
