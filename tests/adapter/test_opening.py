@@ -185,6 +185,25 @@ def test_a_save_that_is_interrupted_while_it_waits_for_the_last_one_loses_none(o
             _expect_equal(opened.restored(step), each)
 
 
+def test_recorded_steps_are_restored_from_directories_of_any_name(tmp_path):
+    run = support.dict_run(support.mesh_of((1, 1)))
+    named = ocp.path.step.standard_name_format(step_prefix="ckpt", step_format_fixed_length=6)
+    options = ocp.CheckpointManagerOptions(step_name_format=named)
+    with adacheck.checkpoint_manager(str(tmp_path), run.recorder, options=options) as manager:
+        states = {}
+        for step in (1, 2, 3):
+            run.advance()
+            states[step] = support.host_copy(run.state)
+            if step != 2 or not manager.handler.record_step(run.state, step):
+                assert manager.save(step, args=adacheck.SaveArgs(run.state))
+        manager.wait_until_finished()
+        for step, saved in states.items():
+            target = adacheck.RestoreArgs(support.abstract(run.state))
+            _expect_equal(manager.restore(step, args=target), saved)
+        with pytest.raises(ValueError, match="No step path found"):
+            manager.restore(7, args=target)
+
+
 @pytest.mark.slow
 def test_a_process_that_ends_behind_a_save_has_saved_it(tmp_path):
     subprocess.run([sys.executable, "-c", _LAST, tmp_path], check=True, timeout=300)
