@@ -111,8 +111,9 @@ def test_a_save_that_orbax_could_not_begin_is_told(opened, asks):
     opened.save()
     manager = opened.manager
     ask = {"save": opened.save, "wait": manager.wait_until_finished, "close": manager.close}
-    with pytest.raises(ValueError, match="a mistake"):
+    with pytest.raises(ValueError, match="a mistake") as caught:
         ask[asks]()
+    assert caught.value.__notes__ == ["Step 2 is not saved."]
     manager.close()
 
 
