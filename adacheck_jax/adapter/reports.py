@@ -126,7 +126,7 @@ class Announcer:
 
     def _call(self, name: str, call: Callable[[], None]) -> None:
         """Calls the user's code; its first error is logged, and none is raised."""
-        _told.by = name
+        _calling.by = name
         try:
             call()
         except Exception:
@@ -138,19 +138,19 @@ class Announcer:
                     name,
                 )
         finally:
-            _told.by = ""
+            _calling.by = ""
 
 
-_told = threading.local()
+_calling = threading.local()
 
 
-def expect_untold(call: str) -> None:
+def expect_outside_callback(call: str) -> None:
     """Refuses a call of a manager by what is told of a save, whose end that call would wait for.
 
     Raises:
         AdaCheckError: this thread is in ``on_save``, or a listener.
     """
-    if by := getattr(_told, "by", ""):
+    if by := getattr(_calling, "by", ""):
         raise AdaCheckError(
             f"expected {call} outside {by}, found it inside: the save ends when {by} returns, so "
             "it would wait for itself. Nothing was done; let the training loop call it."

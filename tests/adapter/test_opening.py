@@ -167,23 +167,24 @@ def test_a_callback_cannot_wait_for_the_save_that_it_is_told_of(tmp_path, call, 
     assert "outside on_save" in caplog.text
 
 
-def test_a_save_that_is_interrupted_while_it_waits_for_the_last_one_loses_none(opened, monkeypatch):
-    """Where Python 3.11 is interrupted in a join, it takes the thread for one that has ended."""
+def test_a_refused_save_whose_wait_is_interrupted_is_written_again(opened, monkeypatch):
     with opened.manager as manager:
         opened.save()
-        saved = [opened.save()]
+        opened.error = OSError(5, "Input/output error")
+        saved = opened.save()
+        manager._await_opening()
         with monkeypatch.context() as patch:
 
-            def interrupted(*_args: Any) -> None:
+            def interrupted(_longest_s: float | None = None) -> None:
                 raise KeyboardInterrupt
 
             patch.setattr(manager, "_await_end", interrupted)
             with pytest.raises(KeyboardInterrupt):
-                opened.save()
-        saved.append(opened.save())
-        assert [*manager.all_steps()][-2:] == [2, 4]
-        for step, each in zip((2, 4), saved, strict=True):
-            _expect_equal(opened.restored(step), each)
+                manager.wait_until_finished()
+        opened.error = None
+        manager.wait_until_finished()
+        assert manager.all_steps() == [1, 2]
+        _expect_equal(opened.restored(2), saved)
 
 
 def test_recorded_steps_are_restored_from_directories_of_any_name(tmp_path):

@@ -44,7 +44,7 @@ class EndingManager(RestoringManager):
         self._outage = Outage() if goes_on else None
         handler.run.keeps_refused = goes_on
         self._failure: BaseException | None = None
-        self._past: object = None
+        self._past_thread: object = None
         self._has_ended = threading.Event()
         self._is_stale = False
         if goes_on and not is_alone:
@@ -73,7 +73,7 @@ class EndingManager(RestoringManager):
 
     def _begin_save(self) -> None:
         """Notes that a save begins, and none is in flight."""
-        self._past = self._finalize_thread.get()
+        self._past_thread = self._finalize_thread.get()
         self._has_ended.clear()
 
     def _await_end(self, longest_s: float | None = None) -> bool:
@@ -83,7 +83,7 @@ class EndingManager(RestoringManager):
         one that has ended.
         """
         thread = self._finalize_thread.get()
-        if thread is not None and thread is not self._past:
+        if thread is not None and thread is not self._past_thread:
             if not self._has_ended.wait(longest_s):
                 return False
             threading.Thread.join(thread)  # without its error

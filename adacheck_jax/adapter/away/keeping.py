@@ -34,7 +34,7 @@ from adacheck_jax.adapter.away.ending import EndingManager
 from adacheck_jax.adapter.away.looking import Look
 from adacheck_jax.adapter.handler import AdaCheckHandler
 from adacheck_jax.adapter.inputs import expected_step
-from adacheck_jax.adapter.reports import expect_untold
+from adacheck_jax.adapter.reports import expect_outside_callback
 from adacheck_jax.adapter.share_future import MOMENT_S
 from adacheck_jax.adapter.training_run import absolute
 from adacheck_jax.errors import AdaCheckError, DifferingCallsError, StorageError, first_line
@@ -85,7 +85,7 @@ class AdaCheckManager(EndingManager):
                 memory, and those that are lost.
         """
         step = expected_step(step, "give save the number of the step")
-        expect_untold(f"save({step})")
+        expect_outside_callback(f"save({step})")
         check = functools.partial(expect_args, args, SaveArgs, self._item)
         if self._is_closed:
             raise AdaCheckError(
@@ -210,20 +210,24 @@ class AdaCheckManager(EndingManager):
             action = decide(dataclasses.replace(facts, answers=answers))
         told: Report = {"action": action.value, "has_ended": flight is Flight.ENDED}
         if flight is Flight.FAILED:
-            error = self._await_opening() or self._finalize_thread.get_not_none().exception
-            told["why"] = str(error)
+            told["why"] = str(self._flight_error())
         return told | (self._next_write() if action is Action.WRITE else {})
 
     def _flown(self) -> Flight:
         """Waits for the save in flight, as long as there is patience."""
-        outage, error = self._outage, self._await_opening()
-        if error is None and outage is not None and not self._await_end(outage.patience_s):
+        outage, has_begun = self._outage, self._await_opening() is None
+        if has_begun and outage is not None and not self._await_end(outage.patience_s):
             outage.hang()
             return Flight.GOES_ON
-        thread = None if error is not None else self._finalize_thread.get()
-        error = error if thread is None else thread.exception
-        has_failed = error is not None and self._in_flight is not None
+        has_failed = self._flight_error() is not None and self._in_flight is not None
         return Flight.FAILED if has_failed else Flight.ENDED
+
+    def _flight_error(self) -> BaseException | None:
+        """The error of the save in flight, which could not begin or has ended."""
+        if (error := self._await_opening()) is not None:
+            return error
+        thread = self._finalize_thread.get()
+        return None if thread is None else thread.exception
 
     def _end(self, step: int) -> None:
         """Notes that no save is in flight when a step is saved."""
@@ -475,7 +479,7 @@ class AdaCheckManager(EndingManager):
             StorageError: storage refuses them for a minute; the message names the steps that are
                 lost.
         """
-        expect_untold("close()")
+        expect_outside_callback("close()")
         try:
             if self._outage is not None:
                 self._together.longest_s = outages.CLOSING_S

@@ -23,7 +23,7 @@ import jax
 import orbax.checkpoint as ocp
 from etils import epath
 
-from adacheck_jax.adapter.reports import expect_untold
+from adacheck_jax.adapter.reports import expect_outside_callback
 
 _log = logging.getLogger(__name__)
 
@@ -61,12 +61,14 @@ class OpeningManager(ocp.CheckpointManager):
         """As Orbax's."""
         _open_managers.discard(self)
         self._await_opening()
-        super().close()
-        self._opener.shutdown()
+        try:
+            super().close()
+        finally:
+            self._opener.shutdown()
 
     def wait_until_finished(self) -> None:
         """As Orbax's; of a save that could not be begun each thread is told once."""
-        expect_untold("wait_until_finished()")
+        expect_outside_callback("wait_until_finished()")
         error, thread = self._await_opening(), threading.get_ident()
         if error is not None and thread not in self._told:
             self._told.add(thread)

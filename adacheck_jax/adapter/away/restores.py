@@ -16,7 +16,7 @@ from adacheck_jax.adapter.arguments import RestoreArgs, expect_args
 from adacheck_jax.adapter.away.lockstep import Lockstep
 from adacheck_jax.adapter.away.opening import OpeningManager
 from adacheck_jax.adapter.handler import AdaCheckHandler
-from adacheck_jax.adapter.reports import expect_untold
+from adacheck_jax.adapter.reports import expect_outside_callback
 from adacheck_jax.device.trees import PyTree
 from adacheck_jax.store.steps import roots
 from adacheck_jax.store.storage.location import located
@@ -114,7 +114,7 @@ class RestoringManager(OpeningManager):
                 return {}
             return inputs.described(own.abstract_state)
 
-        expect_untold(f"restore({step})")
+        expect_outside_callback(f"restore({step})")
         self._together.meet(f"restore({step})", described)
         try:
             return super().restore(step, items, restore_kwargs, directory, args)
