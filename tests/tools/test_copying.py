@@ -20,7 +20,7 @@ from adacheck_jax.cli.main import app
 from adacheck_jax.store.steps import roots
 from adacheck_jax.store.storage.location import Location
 from adacheck_jax.store.storage.posix import Posix
-from adacheck_jax.tools.handover import copy_files, copy_plan, copy_to_disk
+from adacheck_jax.tools.handover import copy_files, copy_steps, copy_to_disk
 from tests import support
 from tests.cli.test_packaging import COMMAND, large_packages_after
 from tests.end_to_end.test_compaction import check_steps, item, saved_run
@@ -256,4 +256,4 @@ def test_a_copy_imports_nothing_large(saved, tmp_path):
     arguments = ["cp", str(saved[0]), str(tmp_path / "copy")]
     assert not large_packages_after(f"{COMMAND}; app({arguments}, standalone_mode=False)")
     assert item(tmp_path / "copy", 3).is_dir()
-    assert copy_plan.COPIED == "copied"
+    assert copy_steps.COPIED == "copied"

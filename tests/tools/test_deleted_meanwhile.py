@@ -17,7 +17,7 @@ from adacheck_jax.store.steps import deletion
 from adacheck_jax.store.steps.roots import steps_of
 from adacheck_jax.store.storage.posix import Posix
 from adacheck_jax.tools import audit, recompute, restorable, verification
-from adacheck_jax.tools.handover import copy_plan, copying
+from adacheck_jax.tools.handover import copy_steps, copying
 from adacheck_jax.tools.history.log import log
 from adacheck_jax.tools.history.walk import Walk
 from tests import support
@@ -172,9 +172,9 @@ def test_other_steps_are_copied(tmp_path, saved):
         report = copying.copy([root], copy)
     found = {int(row.name): row.result for row in report.steps}
     own = found.pop(STEP)  # threads copy: all of it may have been read by then
-    assert found == dict.fromkeys((1, 2, 4, 5), copy_plan.COPIED)
-    assert own in (copy_plan.DELETED, copy_plan.COPIED)
-    there = sorted([*found, *([STEP] if own == copy_plan.COPIED else [])])
+    assert found == dict.fromkeys((1, 2, 4, 5), copy_steps.COPIED)
+    assert own in (copy_steps.DELETED, copy_steps.COPIED)
+    there = sorted([*found, *([STEP] if own == copy_steps.COPIED else [])])
     whole = audit.verify_root(copy, read_data=True, replay=True)
     assert [(each.step, each.damage) for each in whole.steps] == [(n, ()) for n in there]
 

@@ -10,7 +10,7 @@ import errno
 import threading
 import time
 from collections.abc import Iterable, Mapping
-from dataclasses import replace
+from dataclasses import dataclass, replace
 
 from rich.filesize import decimal
 
@@ -18,12 +18,13 @@ from adacheck_jax.errors import AdaCheckError, IntegrityError, StepDeletedError,
 from adacheck_jax.format.manifest import DeltaManifest
 from adacheck_jax.store.steps import lookup, manifest_file, marks
 from adacheck_jax.store.steps.lineage import Lineage
+from adacheck_jax.store.steps.roots import PROBE_PREFIX, TMP_SUFFIX
 from adacheck_jax.store.storage.interface import Entry, NotPlainError, Stamp
-from adacheck_jax.store.storage.location import Location
+from adacheck_jax.store.storage.location import AnyPath, Location, at
 from adacheck_jax.tools.handover.copy_files import files_of
-from adacheck_jax.tools.handover.copy_plan import COPIED, DELETED, REFUSED, THERE, CopiedStep
 from adacheck_jax.tools.steps import Progress, undeleted
 
+COPIED, THERE, REFUSED, DELETED = "copied", "there", "refused", "deleted meanwhile"
 THREADS = 4
 """Files in memory at a time: whole ones, where a store is read or written."""
 ANOTHER = "the destination has another step of this name"
@@ -33,6 +34,30 @@ _REMEMBERED = 8
 """Number of lineages that are not read again: a step may have several items."""
 Lineages = Mapping[str, Lineage]
 """Lineages of a step's deltas, by the items' paths below the root."""
+
+
+@dataclass(frozen=True, slots=True)
+class CopiedStep:
+    """A step directory.
+
+    Attributes:
+        name: its name under the root.
+        result: ``copied``, ``there`` if the copy has it already, ``refused``, or ``deleted
+            meanwhile`` if it was before it could be copied.
+        why: reason why it was refused; else None.
+        is_added: True if it was not asked for, and another step builds on it.
+        written_bytes: bytes of its files that were written: no links, and nothing that was there.
+        found_bytes: bytes that an interrupted copy had written.
+        plain_bytes: bytes that a copy of every link as a file of its own would have taken.
+    """
+
+    name: str
+    result: str
+    why: str | None = None
+    is_added: bool = False
+    written_bytes: int = 0
+    found_bytes: int = 0
+    plain_bytes: int = 0
 
 
 class Meter:
@@ -102,8 +127,9 @@ class Copier:
             OSError: a store does not answer any more.
         """
         source = self._root / row.name
+        turn = self._destination / f"{PROBE_PREFIX}{row.name}.copy{TMP_SUFFIX}"
         try:
-            with undeleted(source), self._turn(row.name):
+            with undeleted(source), turn.lock():
                 source.check_plain()
                 files = files_of(source)
                 if self._has(row.name, files):
@@ -122,10 +148,6 @@ class Copier:
             if is_of_store(error):
                 raise
             return replace(row, result=REFUSED, why=" ".join(str(error).split()))
-
-    def _turn(self, name: str) -> contextlib.AbstractContextManager[None]:
-        """Waits for another copy of the same step, where there are locks."""
-        return contextlib.nullcontext()
 
     def _copy(self, row: CopiedStep, lineages: Lineages, files: Mapping[str, Entry]) -> CopiedStep:
         """Copies a step, or nothing of it that counts as a step."""
@@ -163,6 +185,11 @@ class Copier:
 def is_of_store(error: Exception) -> bool:
     """True for an answer of an object store, or for none: the other steps would wait for it too."""
     return isinstance(error, OSError) and error.errno == errno.EREMOTEIO
+
+
+def name_of(root: Location, item: AnyPath) -> str:
+    """Name of the step directory of an item."""
+    return at(item).below(root).partition("/")[0]
 
 
 def manifests_of(step: Location, paths: Iterable[str]) -> dict[str, bytes]:

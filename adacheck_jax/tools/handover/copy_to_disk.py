@@ -6,7 +6,6 @@ renamed last.
 
 from __future__ import annotations
 
-import contextlib
 import errno
 from collections.abc import Iterable, Mapping
 from concurrent.futures import ThreadPoolExecutor
@@ -29,11 +28,11 @@ from adacheck_jax.tools.handover.copy_files import (
     folders_of,
     make_folders,
 )
-from adacheck_jax.tools.handover.copy_plan import CopiedStep
 from adacheck_jax.tools.handover.copy_steps import (
     ANOTHER,
     LACKS,
     THREADS,
+    CopiedStep,
     Copier,
     Lineages,
     Meter,
@@ -68,8 +67,6 @@ class ToDisk(Copier):
         """Copies that are in their places, of files with several links."""
         self._likely: dict[Stamp, Location] = {}
         """Files of copies of an earlier call, not yet compared with the original."""
-        self._made: dict[Stamp, Location] = {}
-        """Copies in the directory that is being filled, likewise."""
         for name in names if root.on_file_system else ():
             files = files_of(root / name)
             if self._has(name, files):
@@ -77,9 +74,6 @@ class ToDisk(Copier):
                     copy = destination / name / path
                     if entry.link_count > 1 and copy.exists:
                         self._likely.setdefault(entry.stamp, copy)
-
-    def _turn(self, name: str) -> contextlib.AbstractContextManager[None]:
-        return (self._destination / f"{roots.PROBE_PREFIX}{name}.copy{roots.TMP_SUFFIX}").lock()
 
     def _copy(self, row: CopiedStep, lineages: Lineages, files: Mapping[str, Entry]) -> CopiedStep:
         source, target = self._root / row.name, self._destination / row.name
@@ -104,7 +98,8 @@ class ToDisk(Copier):
             if not is_of_store(error):  # else the next call goes on
                 work.delete()
             raise
-        self._copies |= {key: target / each.below(work) for key, each in self._made.items()}
+        linked = [(path, entry) for path, entry in files.items() if entry.link_count > 1]
+        self._copies |= {entry.stamp: target / path for path, entry in linked}
         return replace(done, plain_bytes=sum(x.size_bytes for _, x in target.described()))
 
     def _filled(self, row: CopiedStep, work: Location, files: Mapping[str, Entry]) -> CopiedStep:
@@ -112,19 +107,19 @@ class ToDisk(Copier):
         source, journal = self._root / row.name, WholeFiles(work)
         make_folders(work, folders_of(source, files))
         whole = journal.whole()
-        self._made = {}
+        made: dict[Stamp, Location] = {}
         linked: dict[str, Location] = {}
         waiting: list[str] = []
         for path, entry in files.items():
-            is_linked = entry.link_count > 1
-            other = self._copy_of(source / path, entry) if is_linked and path not in whole else None
-            if other is not None:
-                linked[path] = other
-                continue
+            has_links = entry.link_count > 1
             if path not in whole:
+                other = self._copy_of(source / path, entry) if has_links else None
+                if other := made.get(entry.stamp, other):
+                    linked[path] = other
+                    continue
                 waiting.append(path)
-            if is_linked:
-                self._made[entry.stamp] = work / path
+            if has_links:
+                made[entry.stamp] = work / path
 
         def copy(path: str) -> int:
             written_bytes, found = copy_file(source / path, work / path)
@@ -139,11 +134,11 @@ class ToDisk(Copier):
         return replace(row, written_bytes=written, found_bytes=sum(whole.values()))
 
     def _copy_of(self, file: Location, entry: Entry) -> Location | None:
-        """A copy of a file that has several links."""
+        """A copy, in its place, of a file that has several links."""
         likely = self._likely.pop(entry.stamp, None)
         if likely is not None and digest(likely) == digest(file):
             self._copies.setdefault(entry.stamp, likely)
-        return self._made.get(entry.stamp) or self._copies.get(entry.stamp)
+        return self._copies.get(entry.stamp)
 
     def _link(self, work: Location, item: str, lineage: Lineage) -> None:
         """Links all that a delta in a store refers to into its item directory."""

@@ -19,15 +19,16 @@ from adacheck_jax.store.steps.lineage import Lineage
 from adacheck_jax.store.storage.interface import Entry
 from adacheck_jax.store.storage.location import at
 from adacheck_jax.tools.handover.copy_files import copy_file, digest, files_of
-from adacheck_jax.tools.handover.copy_plan import CopiedStep, name_of
 from adacheck_jax.tools.handover.copy_steps import (
     ANOTHER,
     LACKS,
     THREADS,
+    CopiedStep,
     Copier,
     Lineages,
     deltas_of,
     manifests_of,
+    name_of,
 )
 
 _HALF = f"{ANOTHER}, or a part of one, which adacheck repair --force removes"
@@ -53,11 +54,20 @@ class ToStore(Copier):
             raise StorageError(_HALF)
 
         def put(path: str) -> tuple[int, int]:
+            """Writes a value, or compares what is there; bytes of either."""
             if path in made:
                 text = f"Checkpoint commit was successful to {target}".encode()
                 (target / path).write(text)
                 return len(text), 0
-            return self._put(row.name, path, wanted[path], path in there)
+            new_bytes = old_bytes = 0
+            if path in there:
+                old_bytes, expected = digest(source / path)
+                if digest(target / path) != (old_bytes, expected):
+                    raise StorageError(_HALF)
+            else:
+                new_bytes, _ = copy_file(source / path, target / path)
+            self._meter.tell(row.name, wanted[path], new_bytes)
+            return new_bytes, old_bytes
 
         written_bytes = found_bytes = 0
         ranks = {path: _rank(path, manifests) for path in (*wanted, *made)}
@@ -113,19 +123,6 @@ class ToStore(Copier):
             if is_likely and (found := self._there(place, delta)) is not None:
                 return found, names[:count] if count < len(names) else [""]
         return None, []
-
-    def _put(self, name: str, path: str, entry: Entry, is_there: bool) -> tuple[int, int]:
-        """Writes a value, or compares what is there; bytes of either."""
-        source, target = self._root / name / path, self._destination / name / path
-        if not is_there:
-            written_bytes, _ = copy_file(source, target)
-            self._meter.tell(name, entry, written_bytes)
-            return written_bytes, 0
-        found = digest(source)
-        if digest(target) != found:
-            raise StorageError(_HALF)
-        self._meter.tell(name, entry, 0)
-        return 0, found[0]
 
 
 def _rank(path: str, manifests: Mapping[str, bytes]) -> int:

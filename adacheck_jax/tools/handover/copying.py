@@ -6,24 +6,29 @@ read back and compared, and a step exists whole or not at all.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
+from adacheck_jax.errors import AdaCheckError, StepDeletedError
+from adacheck_jax.format.manifest import DeltaManifest
 from adacheck_jax.store.steps import deletion, manifest_file, marks, roots
+from adacheck_jax.store.steps.lineage import Lineage
 from adacheck_jax.store.storage.location import AnyPath, Location, at
 from adacheck_jax.tools.handover.copy_files import files_of
-from adacheck_jax.tools.handover.copy_plan import (
+from adacheck_jax.tools.handover.copy_steps import (
     COPIED,
+    DELETED,
     REFUSED,
     THERE,
     CopiedStep,
+    Copier,
+    Lineages,
+    Meter,
     name_of,
-    plan,
 )
-from adacheck_jax.tools.handover.copy_steps import Copier, Meter
 from adacheck_jax.tools.handover.copy_to_disk import ToDisk
 from adacheck_jax.tools.handover.copy_to_store import ToStore
-from adacheck_jax.tools.steps import InputError, Progress, deleted, quiet, steps_under
+from adacheck_jax.tools.steps import InputError, Progress, deleted, quiet, resolved, steps_under
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,9 +75,9 @@ def copy(sources: Sequence[AnyPath], target: AnyPath, progress: Progress = quiet
     """
     root, names = _asked([at(each) for each in sources])
     destination = _destination(at(target), root)
-    planned = plan(root, names)
+    planned, lineages = _planned(root, names)
     is_new = not destination.exists
-    here = [row.name for row in planned.rows]
+    here = [row.name for row in planned]
     seen = root.listed()
     meter = Meter(progress, [x for name in here for x in files_of(seen / name).values()])
     if destination.on_file_system:
@@ -80,15 +85,17 @@ def copy(sources: Sequence[AnyPath], target: AnyPath, progress: Progress = quiet
     else:
         copier = ToStore(root, destination, meter)
     rows: dict[str, CopiedStep] = {}
-    for each in planned.rows:
-        needs = planned.needs.get(each.name, ())
-        lost = sorted(n for n in needs if rows[n].result not in (COPIED, THERE))
-        if lost and not each.result:
-            why = f"it builds on {lost[0]}, which was not copied"
+    for each in planned:
+        own = lineages.get(each.name, {})
+        needs = sorted(_needs(root, own) - {each.name})
+        lost = next((name for name in needs if rows[name].result not in (COPIED, THERE)), None)
+        if each.result:
+            rows[each.name] = each
+        elif lost is not None:
+            why = f"it builds on {lost}, which was not copied"
             rows[each.name] = replace(each, result=REFUSED, why=why)
         else:
-            own = planned.lineages.get(each.name, {})
-            rows[each.name] = each if each.result else copier.copied(each, own)
+            rows[each.name] = copier.copied(each, own)
     if is_new and destination.on_file_system and not destination.folders():
         destination.delete()
     done = [row for row in rows.values() if row.result == COPIED]
@@ -104,6 +111,53 @@ def copy(sources: Sequence[AnyPath], target: AnyPath, progress: Progress = quiet
         seconds=meter.seconds,
         not_copied=() if names else tuple(sorted(n for n in others if roots.TMP_SUFFIX not in n)),
     )
+
+
+def _planned(
+    root: Location, names: Sequence[str]
+) -> tuple[list[CopiedStep], Mapping[str, Lineages]]:
+    """Plans a copy of some step directories under a root, or of all, with all that they need.
+
+    Returns:
+        Step directories in the order of their numbers, the result of one that can be copied empty;
+        and the lineages of the deltas in each.
+    """
+    rows: dict[str, CopiedStep] = {}
+    lineages: dict[str, dict[str, Lineage]] = {}
+    for step, lineage in resolved(steps_under(root)):
+        item = at(step.directory).below(root)
+        name = item.partition("/")[0]
+        rows.setdefault(name, CopiedStep(name, ""))
+        if isinstance(lineage, StepDeletedError):
+            rows[name] = CopiedStep(name, DELETED)
+        elif isinstance(lineage, AdaCheckError):
+            rows[name] = CopiedStep(name, REFUSED, " ".join(str(lineage).split()))
+            if not root.on_file_system and deletion.is_deleted(root / name):  # the view is older
+                rows[name] = CopiedStep(name, DELETED)
+        elif isinstance(lineage.manifest, DeltaManifest):
+            lineages.setdefault(name, {})[item] = lineage
+    for places in roots.stock_steps(root).values():
+        name = name_of(root, places[0])
+        rows[name] = CopiedStep(
+            name, REFUSED, "stock Orbax saved it: cp -r copies it, or a tool of the bucket"
+        )
+    for name in names:
+        if name not in rows:
+            is_deleted = deletion.is_deleted(root / name)
+            found = CopiedStep(name, REFUSED, "found no committed step there")
+            rows[name] = CopiedStep(name, DELETED) if is_deleted else found
+    chosen, waiting = set[str](), [*(names or rows)]
+    while waiting:
+        chosen.add(name := waiting.pop())
+        waiting += _needs(root, lineages.get(name, {})) - chosen
+    numbers = {name: roots.place_of(root / name, in_step=False).step or 0 for name in chosen}
+    ordered = sorted(chosen, key=lambda name: (numbers[name], name))
+    return [replace(rows[n], is_added=bool(names) and n not in names) for n in ordered], lineages
+
+
+def _needs(root: Location, own: Lineages) -> set[str]:
+    """Names of the step directories whose files some deltas are restored from."""
+    return {name_of(root, each.holder) for lineage in own.values() for each in lineage.entries}
 
 
 def _asked(paths: Sequence[Location]) -> tuple[Location, list[str]]:
