@@ -7,10 +7,9 @@ the content of arrays are not in them: equal leaves, unchanged leaves, runs of z
 
 from __future__ import annotations
 
-import dataclasses
 import math
-from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, field
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import jax
@@ -21,8 +20,8 @@ from adacheck_jax.device.trees import PyTree
 from adacheck_jax.errors import FormatError
 from adacheck_jax.state.planned import sharding_of
 from adacheck_jax.tools.survival import Survival, survival_of
-from adacheck_jax.update.binding import RecorderArgument, bind_all, recorders_of
-from adacheck_jax.update.params_search import leaf_types, recorded_params
+from adacheck_jax.update.binding import Binding, RecorderArgument, bind_all, recorders_of
+from adacheck_jax.update.params_search import LeafType, leaf_types, recorded_params
 from adacheck_jax.update.recorder_state import find_nodes
 
 
@@ -117,27 +116,49 @@ def redundancy_report(
             "expected devices_per_process of at least 1, max_deltas and copies of at least 0, "
             f"found {devices_per_process}, {max_deltas} and {copies}"
         )
-    named = _leaves_of(abstract_state)
-    placed = _place_all(named, devices_per_process)
-    report = _totals(placed, _roles_of(named, recorder, params_path), max_deltas)
-    count = report.process_count
-    if domains is not None and not 1 <= domains <= count:
-        raise ValueError(f"expected domains from 1 to {count}, the processes, found {domains}")
-    if recorder is None:
-        return report
-    bindings = bind_all(recorders_of(recorder), leaf_types(named), params_path)
-    found = survival_of(named, bindings, count, devices_per_process, domains or count, copies)
-    return dataclasses.replace(report, survival=found)
-
-
-def _leaves_of(abstract_state: PyTree) -> dict[str, Any]:
     named, _ = trees.flatten(abstract_state)
     if not named:
         raise FormatError(
             f"expected a state with arrays in it, found {type(abstract_state).__name__} without "
             "leaves. Give the pytree of jax.ShapeDtypeStruct that jax.eval_shape makes of a state."
         )
-    return named
+    placed = _place_all(named, devices_per_process)
+    types, bindings = leaf_types(named), None
+    if recorder is not None:
+        bindings = bind_all(recorders_of(recorder), types, params_path)
+    counts, consumed, computed = _roles_of(types, bindings, params_path)
+    process_count = max(each.process_count for each in placed.values())
+    if domains is not None and not 1 <= domains <= process_count:
+        raise ValueError(
+            f"expected domains from 1 to {process_count}, the processes, found {domains}"
+        )
+    survival = None
+    if bindings is not None:
+        domains = domains or process_count
+        survival = survival_of(named, bindings, process_count, devices_per_process, domains, copies)
+
+    def total_bytes(paths: Iterable[str]) -> int:
+        return sum(placed[path].leaf_bytes for path in paths)
+
+    held = placed.keys() - counts - consumed  # without what the Recorder adds
+    base_bytes, delta_bytes = total_bytes(placed), total_bytes(placed.keys() - computed)
+    record_bytes, has_deltas = total_bytes(consumed), bool(counts)
+    mean_bytes = (base_bytes + max_deltas * delta_bytes) / (1 + max_deltas)
+    return RedundancyReport(
+        device_count=max(each.device_count for each in placed.values()),
+        process_count=process_count,
+        leaf_count=len(placed),
+        held_bytes=sum(placed[path].held_bytes for path in held),
+        state_bytes=total_bytes(held),
+        base_bytes=base_bytes,
+        delta_bytes=delta_bytes if has_deltas else None,
+        computed_bytes=total_bytes(computed) if has_deltas else None,
+        record_bytes=record_bytes if has_deltas else None,
+        other_bytes=delta_bytes - record_bytes if has_deltas else None,
+        max_deltas=max_deltas,
+        amortised_bytes=mean_bytes if has_deltas else None,
+        survival=survival,
+    )
 
 
 @dataclass(frozen=True, slots=True)
@@ -222,64 +243,20 @@ def _itemsize_bytes(path: str, leaf: Any) -> int:
     return dtype.itemsize
 
 
-@dataclass(frozen=True, slots=True)
-class _Roles:
-    """Paths of leaves by their role in the update; none without a Recorder.
-
-    Attributes:
-        counts: counters of updates.
-        consumed: leaves that the update consumes and every delta stores.
-        computed: leaves that the update computes.
-    """
-
-    counts: set[str] = field(default_factory=set)
-    consumed: set[str] = field(default_factory=set)
-    computed: set[str] = field(default_factory=set)
-
-
 def _roles_of(
-    named: Mapping[str, Any],
-    recorder: RecorderArgument,
+    types: Mapping[str, LeafType],
+    bindings: Sequence[Binding] | None,
     params_path: str | Mapping[str, str] | None,
-) -> _Roles:
-    types, roles = leaf_types(named), _Roles()
-    if recorder is not None:
-        for binding in bind_all(recorders_of(recorder), types, params_path):
-            roles.counts.add(binding.count)
-            roles.consumed.update(binding.consumed)
-            roles.computed.update(binding.explained)
-    elif nodes := find_nodes([*named]):
-        for node in nodes:
-            roles.counts.add(node.count)
-            roles.consumed.update(node.record.values(), node.extra.values(), node.reduced.values())
-            roles.computed.update(node.inner.values())
-        roles.computed.update(recorded_params(nodes, types, params_path))
-    return roles
-
-
-def _totals(placed: Mapping[str, _Placed], roles: _Roles, max_deltas: int) -> RedundancyReport:
-    consumed, computed = roles.consumed, roles.computed
-    added = roles.counts | consumed  # which the Recorder adds
-
-    def total_bytes(paths: Iterable[str]) -> int:
-        return sum(placed[path].leaf_bytes for path in paths)
-
-    delta_bytes = total_bytes(placed.keys() - computed)
-    base_bytes = total_bytes(placed)
-    has_deltas = bool(roles.counts)
-    return RedundancyReport(
-        device_count=max(each.device_count for each in placed.values()),
-        process_count=max(each.process_count for each in placed.values()),
-        leaf_count=len(placed),
-        held_bytes=sum(placed[path].held_bytes for path in placed.keys() - added),
-        state_bytes=total_bytes(placed.keys() - added),
-        base_bytes=base_bytes,
-        delta_bytes=delta_bytes if has_deltas else None,
-        computed_bytes=total_bytes(computed) if has_deltas else None,
-        record_bytes=total_bytes(consumed) if has_deltas else None,
-        other_bytes=delta_bytes - total_bytes(consumed) if has_deltas else None,
-        max_deltas=max_deltas,
-        amortised_bytes=(base_bytes + max_deltas * delta_bytes) / (1 + max_deltas)
-        if has_deltas
-        else None,
-    )
+) -> tuple[set[str], set[str], set[str]]:
+    """Paths of the counters, of what updates consume, and of what they compute; else none."""
+    if bindings is not None:
+        counts = {each.count for each in bindings}
+        consumed = {path for each in bindings for path in each.consumed}
+        return counts, consumed, {path for each in bindings for path in each.explained}
+    nodes = find_nodes([*types])
+    kinds = [kind for each in nodes for kind in (each.record, each.extra, each.reduced)]
+    computed = {path for each in nodes for path in each.inner.values()}
+    if nodes:
+        computed.update(recorded_params(nodes, types, params_path))
+    consumed = {path for kind in kinds for path in kind.values()}
+    return {each.count for each in nodes}, consumed, computed
