@@ -122,15 +122,10 @@ def verify_root(
     replay: bool = False,
     progress: Progress = quiet,
 ) -> RootReport:
-    """Verify the steps under a root.
+    """Verify the structure of the steps under a root, and more of them if that is asked for.
 
-    Args:
-        root: the directory given to the checkpoint manager.
-        number: step number, None for all steps; below zero a place counted from the newest.
-        item: name of the item directory, None for all items.
-        read_data: True to read every stored byte; the structure of each step is always checked.
-        replay: True to recompute each step.
-        progress: callback before each step.
+    No number stands for all steps, and no item for all items. ``replay`` is True to recompute each
+    step.
 
     Returns:
         The report. Steps that were deleted meanwhile have a number in it, and no row.
@@ -147,21 +142,35 @@ def verify_root(
         if not only_leftovers or (number, item) != (None, None):
             raise
         steps = []  # a first save was interrupted
-    audit = _Audit(root, read_data, replay)
-    gone = audit.look(steps, progress)
-    if number is not None and gone and not audit.reports:
+    # Item by item, so that each lineage is replayed once.
+    steps.sort(key=lambda x: (x.directory.name, x.step, str(x.directory)))
+    verifier, recomputation = Verifier(), Recomputation() if replay else None
+    reports: dict[AnyPath, StepReport] = {}
+
+    def look() -> list[AnyPath]:
+        """Verify steps; when called again, damaged ones alone."""
+        for done, step in enumerate(steps):
+            known = reports.get(step.directory)
+            if known is None:
+                progress(done, len(steps), at(step.directory).below(at(root)))
+            if known is None or known.damage:
+                reports[step.directory] = _report(root, step, verifier, read_data, recomputation)
+        return [path for path, report in reports.items() if report.damage]
+
+    _, gone = settled(look, lambda damaged: damaged)
+    rows = [report for path, report in reports.items() if path not in gone]
+    if number is not None and gone and not rows:
         raise deleted(steps[0].directory)
-    reports = [*audit.reports.values()]
-    reports.sort(key=lambda each: (-1 if each.step is None else each.step, each.item))
+    rows.sort(key=lambda each: (-1 if each.step is None else each.step, each.item))
     return RootReport(
         root=str(root),
-        steps=tuple(reports),
+        steps=tuple(rows),
         leftovers=tuple(leftovers(root)),
-        data_count=sum("data" in each.checked for each in reports),
-        damaged_count=sum(bool(each.damage) for each in reports),
-        not_looked_at=tuple(_not_looked_at(reports)),
-        causes=_causes_of(str(root), ((each.step, d) for each in reports for d in each.damage)),
-        deleted=tuple(sorted({step.step for step in gone})),
+        data_count=sum("data" in each.checked for each in rows),
+        damaged_count=sum(bool(each.damage) for each in rows),
+        not_looked_at=tuple(_not_looked_at(rows)),
+        causes=_causes_of(str(root), ((each.step, d) for each in rows for d in each.damage)),
+        deleted=tuple(sorted({step.step for step in steps if step.directory in gone})),
     )
 
 
@@ -193,77 +202,44 @@ def _selected(
     return chosen
 
 
-class _Audit:
-    """Verifies steps, and remembers findings about files that they share.
-
-    Args:
-        root: the checkpoint root.
-        read_data: True to read every stored byte.
-        replay: True to recompute each step.
-
-    Attributes:
-        reports: the report of each step, by its item directory.
-    """
-
-    def __init__(self, root: AnyPath, read_data: bool, replay: bool) -> None:
-        self._root, self._read_data, self._replay = root, read_data, replay
-        self._verifier, self._recomputation = Verifier(), Recomputation()
-        self.reports: dict[AnyPath, StepReport] = {}
-
-    def look(self, steps: Sequence[Step], progress: Progress) -> list[Step]:
-        """Verify steps; damaged ones again, until their files do not change.
-
-        Returns:
-            The steps that were deleted meanwhile; the others have a report.
-        """
-        # Item by item, so that each lineage is replayed once.
-        ordered = sorted(steps, key=lambda x: (x.directory.name, x.step, str(x.directory)))
-
-        def look() -> list[AnyPath]:
-            for done, step in enumerate(ordered):
-                known = self.reports.get(step.directory)
-                if known is None:
-                    progress(done, len(ordered), at(step.directory).below(at(self._root)))
-                if known is None or known.damage:
-                    self.reports[step.directory] = self._report(step)
-            return [path for path, report in self.reports.items() if report.damage]
-
-        _, gone = settled(look, lambda damaged: damaged)
-        for path in gone:
-            del self.reports[path]
-        return [step for step in ordered if step.directory in gone]
-
-    def _report(self, step: Step) -> StepReport:
-        manifest, place = step.manifest, at(step.directory).below(at(self._root))
-        number = None if step.step < 0 else step.step
-        kind = None if manifest is None else kind_of(manifest)
-        report = StepReport(number, place, kind, ("structure",), ())
-        damage: list[Damage] = []
-        if manifest and (misplaced := roots.misplaced(step.directory, manifest)):
-            damage.append(Damage(str(step.directory), None, misplaced, NUMBER))
-        try:
-            lineage = lookup.resolve(step.directory)
-        except AdaCheckError as error:
-            damage.append(damage_of(error, step.directory))
-            return replace(report, damage=tuple(damage))
-        checked = ["structure"]
-        damage += self._verifier.structure(lineage)
-        if self._read_data:
-            checked.append("data")
-            damage += _new(damage, self._verifier.data(lineage))
-        replayed = self._recomputation.replay(lineage) if self._replay else Replayed()
-        if self._replay and replayed.problem is None:
-            checked.append("replay")
-            damage += _new(damage, replayed.damage)
-        return replace(
-            report,
-            checked=tuple(checked),
-            damage=tuple(dict.fromkeys(damage)),
-            rounded=replayed.rounded,
-            not_checked=replayed.problem,
-            replayed_count=lineage.replayed_count,
-            stale=tuple(lineage.base.leaves[i].path for i, _ in lineage.end.stale),
-        )
+def _report(
+    root: AnyPath,
+    step: Step,
+    verifier: Verifier,
+    read_data: bool,
+    recomputation: Recomputation | None,
+) -> StepReport:
+    """Verify one step, and recompute it if there is something to do it with."""
+    manifest, place = step.manifest, at(step.directory).below(at(root))
+    number = None if step.step < 0 else step.step
+    kind = None if manifest is None else kind_of(manifest)
+    report = StepReport(number, place, kind, ("structure",), ())
+    damage: list[Damage] = []
+    if manifest and (misplaced := roots.misplaced(step.directory, manifest)):
+        damage.append(Damage(str(step.directory), None, misplaced, NUMBER))
+    try:
+        lineage = lookup.resolve(step.directory)
+    except AdaCheckError as error:
+        damage.append(damage_of(error, step.directory))
+        return replace(report, damage=tuple(damage))
+    checked = ["structure"]
+    damage += verifier.structure(lineage)
+    if read_data:
+        checked.append("data")
+        damage += _new(damage, verifier.data(lineage))
+    replayed = recomputation.replay(lineage) if recomputation else Replayed()
+    if recomputation and replayed.problem is None:
+        checked.append("replay")
+        damage += _new(damage, replayed.damage)
+    return replace(
+        report,
+        checked=tuple(checked),
+        damage=tuple(dict.fromkeys(damage)),
+        rounded=replayed.rounded,
+        not_checked=replayed.problem,
+        replayed_count=lineage.replayed_count,
+        stale=tuple(lineage.base.leaves[i].path for i, _ in lineage.end.stale),
+    )
 
 
 def _new(known: Sequence[Damage], found: Sequence[Damage]) -> list[Damage]:

@@ -10,7 +10,7 @@ import contextlib
 import json
 import time
 import uuid
-from collections.abc import Iterable, Sequence, Set
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 from etils import epath
@@ -96,12 +96,7 @@ def repair(
 ) -> RepairReport:
     """Remove steps that cannot be restored, and leftovers.
 
-    Args:
-        root: the directory given to the checkpoint manager.
-        read_data: True to look for damage in every stored byte, not in the structure alone.
-        dry_run: True to remove nothing.
-        force: True to go on although a manager may be saving.
-        progress: callback before each step is verified.
+    With ``force`` also where a manager may be saving.
 
     Raises:
         InputError: there is no such root, Orbax cannot read it, or a manager may be saving into it.
@@ -118,7 +113,7 @@ def repair(
         kept += [KeptDirectory(path, "it changed meanwhile") for path in changed]
         removals = done
     gone = {each.path for each in removals}
-    left = [step for step in report.steps if not _is_gone(step, gone)]
+    left = [x for x in report.steps if gone.isdisjoint((x.item, x.item.rpartition("/")[0]))]
     halves = audit.half_compacted(root / step.item for step in left)
     for each in () if dry_run else halves:
         in_place.clear(each)
@@ -131,10 +126,6 @@ def repair(
         step_count=len(left),
         not_looked_at=report.not_looked_at,
     )
-
-
-def _is_gone(step: StepReport, gone: Set[str]) -> bool:
-    return not gone.isdisjoint((step.item, step.item.rpartition("/")[0]))
 
 
 def _check_readable(root: Location) -> None:
