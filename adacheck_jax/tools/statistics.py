@@ -6,12 +6,12 @@ From manifests alone; no array is read.
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from adacheck_jax.errors import AdaCheckError, StepDeletedError
 from adacheck_jax.format.manifest import BaseManifest, Delta, Leaf, Update
-from adacheck_jax.format.pack_plan import Extent, plan_delta
-from adacheck_jax.store.steps.lineage import LineageStep
+from adacheck_jax.format.pack_plan import plan_delta
 from adacheck_jax.store.storage.location import AnyPath
 from adacheck_jax.tools.steps import resolved, steps_under
 
@@ -71,24 +71,38 @@ def statistics_of(root: AnyPath) -> RootStatistics:
     Raises:
         InputError: the root is missing, is not a directory, or holds no step of ours.
     """
-    tally, skipped = _Tally(), list[int]()
+    tally = Counter[tuple[str, str]]()  # bytes by redundancy and leaf path
+    sizes, skipped, base_count = dict[str, int](), list[int](), 0
+    seen = set[tuple[str, int]]()  # bases and deltas, of which each is counted once
     for step, lineage in resolved(steps_under(root)):
         if isinstance(lineage, AdaCheckError):
             if not isinstance(lineage, StepDeletedError):
                 skipped.append(step.step)
             continue
-        tally.add_base(lineage.base)
+        base = lineage.base
+        if (base.checksum, base.step) not in seen:
+            seen.add((base.checksum, base.step))
+            base_count += 1
+            sizes |= {leaf.path: leaf.nbytes for leaf in base.leaves}
+            _count_base(tally, base)
         for manifest, entry in lineage.saves:
             for delta in manifest.deltas:
-                tally.add_delta(lineage.base.update, entry, delta)
+                if (manifest.checksum, delta.step) not in seen:
+                    seen.add((manifest.checksum, delta.step))
+                    _count_delta(tally, base.update, entry.leaves, delta)
+    redundancy = Counter[str]()
+    for (kind, _), size in tally.items():
+        redundancy[kind] += size
+    leaves = (LeafStatistics(x, sizes[x], tally[BASES, x], tally[DELTAS, x]) for x in sizes)
+    leaves = [leaf for leaf in leaves if leaf.base_bytes or leaf.delta_bytes]
     return RootStatistics(
         root=str(root),
-        recorded_count=tally.base_count + tally.delta_count,
-        base_count=tally.base_count,
-        delta_count=tally.delta_count,
-        full_bytes=sum(tally.redundancy.values()),
-        redundancy={name: tally.redundancy[name] for name in _ORDER if tally.redundancy[name]},
-        leaves=tally.leaves(),
+        recorded_count=len(seen),
+        base_count=base_count,
+        delta_count=len(seen) - base_count,
+        full_bytes=redundancy.total(),
+        redundancy={name: redundancy[name] for name in _ORDER if redundancy[name]},
+        leaves=tuple(sorted(leaves, key=lambda leaf: -(leaf.base_bytes + leaf.delta_bytes))),
         skipped=tuple(skipped),
     )
 
@@ -96,79 +110,34 @@ def statistics_of(root: AnyPath) -> RootStatistics:
 _ORDER = (BASES, DELTAS, REPLAYED, CODED, UNCHANGED, EQUAL, KEPT)
 
 
-class _Tally:
-    """Bytes by leaf and by redundancy, of bases and deltas that are each counted once."""
-
-    def __init__(self) -> None:
-        self._seen: set[object] = set()
-        self._state: dict[str, int] = {}
-        self._bases: Counter[str] = Counter()
-        self._deltas: Counter[str] = Counter()
-        self.redundancy: Counter[str] = Counter()
-        self.base_count = self.delta_count = 0
-
-    def add_base(self, base: BaseManifest) -> None:
-        """Count a base."""
-        if base.checksum in self._seen:
-            return
-        self._seen.add(base.checksum)
-        self.base_count += 1
-        elsewhere = {**dict.fromkeys((i for i, _ in base.kept), KEPT)}
-        elsewhere |= dict.fromkeys((i for i, _ in base.aliases), EQUAL)
-        for index, leaf in enumerate(base.leaves):
-            self._state[leaf.path] = leaf.nbytes
-            kind = elsewhere.get(index, BASES)
-            self.redundancy[kind] += leaf.nbytes
-            if kind is BASES:
-                self._bases[leaf.path] += leaf.nbytes
-
-    def add_delta(self, update: Update | None, entry: LineageStep, delta: Delta) -> None:
-        """Count a delta of a saved step, replayed by the update of its base."""
-        key = (entry.manifest.checksum, delta.step)
-        if key in self._seen:
-            return
-        self._seen.add(key)
-        self.delta_count += 1
-        stored, equal, coded = _stored(entry.leaves, delta)
-        computed = computed_by(update, delta)
-        for index, leaf in enumerate(entry.leaves):
-            self._deltas[leaf.path] += stored[index]
-            self.redundancy[DELTAS] += stored[index]
-            self.redundancy[EQUAL] += equal[index]
-            self.redundancy[CODED] += coded[index]
-            left = leaf.nbytes - stored[index] - equal[index] - coded[index]
-            self.redundancy[REPLAYED if index in computed else UNCHANGED] += left
-
-    def leaves(self) -> tuple[LeafStatistics, ...]:
-        """The leaves, those that take most first."""
-        rows = [
-            LeafStatistics(path, size, self._bases[path], self._deltas[path])
-            for path, size in self._state.items()
-        ]
-        rows = [row for row in rows if row.base_bytes or row.delta_bytes]
-        return tuple(sorted(rows, key=lambda row: -(row.base_bytes + row.delta_bytes)))
+def _count_base(tally: Counter[tuple[str, str]], base: BaseManifest) -> None:
+    elsewhere = dict.fromkeys((i for i, _ in base.kept), KEPT)
+    elsewhere |= dict.fromkeys((i for i, _ in base.aliases), EQUAL)
+    for index, leaf in enumerate(base.leaves):
+        tally[elsewhere.get(index, BASES), leaf.path] += leaf.nbytes
 
 
-def _stored(
-    leaves: tuple[Leaf, ...], delta: Delta
-) -> tuple[Counter[int], Counter[int], Counter[int]]:
-    """Bytes of each leaf that a delta stores, that equal another leaf's, and that a code spares."""
+def _count_delta(
+    tally: Counter[tuple[str, str]], update: Update | None, leaves: Sequence[Leaf], delta: Delta
+) -> None:
+    """Count a delta by what it stores, what equals another leaf's, and what a code spares."""
     encodings = [pack.encodings for pack in delta.packs]
     aliases = [pack.aliases for pack in delta.packs]
+    equal = {(process, n) for process, pairs in enumerate(aliases) for n, _ in pairs}
     sizes = [pack.coded for pack in delta.packs]
-    own: list[list[Extent]] = [[] for _ in delta.packs]
-    stored, equal, coded = Counter[int](), Counter[int](), Counter[int]()
+    numbers, held = Counter[int](), Counter[int]()  # extents of a process, and bytes of a leaf
     for extent in plan_delta(leaves, delta.stored, encodings, aliases, sizes).extents:
-        own[extent.process].append(extent)
-        whole_bytes = extent.box.size * leaves[extent.leaf].itemsize_bytes
-        stored[extent.leaf] += extent.size_bytes
-        coded[extent.leaf] += whole_bytes - extent.size_bytes
-    for process, pairs in enumerate(aliases):
-        for number, _ in pairs:
-            extent = own[process][number]
-            stored[extent.leaf] -= extent.size_bytes
-            equal[extent.leaf] += extent.size_bytes
-    return stored, equal, coded
+        leaf, process = leaves[extent.leaf], extent.process
+        whole_bytes = extent.box.size * leaf.itemsize_bytes
+        kind = EQUAL if (process, numbers[process]) in equal else DELTAS
+        tally[kind, leaf.path] += extent.size_bytes
+        tally[CODED, leaf.path] += whole_bytes - extent.size_bytes
+        numbers[process] += 1
+        held[extent.leaf] += whole_bytes
+    computed = computed_by(update, delta)
+    for index, leaf in enumerate(leaves):
+        kind = REPLAYED if index in computed else UNCHANGED
+        tally[kind, leaf.path] += leaf.nbytes - held[index]
 
 
 def computed_by(update: Update | None, delta: Delta) -> frozenset[int]:
