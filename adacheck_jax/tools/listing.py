@@ -14,7 +14,7 @@ from adacheck_jax.store.steps import folders, marks, roots
 from adacheck_jax.store.steps.roots import Step
 from adacheck_jax.store.storage.interface import Entry, Stamp
 from adacheck_jax.store.storage.location import AnyPath, at
-from adacheck_jax.tools.steps import existing, settled_steps, steps_under
+from adacheck_jax.tools.steps import existing, no_steps, settled_steps
 
 STOCK, FOREIGN = "stock", "foreign"
 
@@ -104,7 +104,7 @@ def summarize_root(root: AnyPath, last: int | None = None) -> RootSummary:
     steps = settled_steps(root)
     others = _others(root, steps)
     if not steps and not others:
-        steps_under(root)  # for its error
+        raise no_steps(root)
     rows = [_described(step, root) for step in steps] + others
     rows.sort(key=lambda row: (-1 if row.step is None else row.step, row.item))
     damaged = sum(row.error is not None for row in rows)

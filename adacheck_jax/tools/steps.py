@@ -36,13 +36,7 @@ def steps_under(root: AnyPath) -> list[Step]:
     existing(root)
     steps = settled_steps(root)
     if not steps:
-        top = at(root)
-        names = sorted([*top.folders(), *(each.name for each in top.list(deep=False))])
-        found = ", ".join(names[:5]) + (", ..." if len(names) > 5 else "")
-        raise InputError(
-            f"{root}: expected steps saved by AdaCheckHandler, found {found or 'nothing'}. "
-            f"{_remedy(root, names)}"
-        )
+        raise no_steps(root)
     return steps
 
 
@@ -92,6 +86,20 @@ def of_item(root: AnyPath, steps: Sequence[Step], item: str | None) -> list[Step
     return chosen
 
 
+def no_steps(root: AnyPath) -> InputError:
+    """Error for a root without steps, which says what it has instead."""
+    top, remedy = at(root), "Give the directory that holds the step directories."
+    names = sorted([*top.folders(), *(each.name for each in top.list(deep=False))])
+    if DIRECTORY in names:
+        remedy = f"This is one step's item directory; give {top.parent.parent}."
+    elif any(name.isdecimal() for name in names):
+        remedy = "Read steps that stock Orbax saved with ocp.StandardCheckpointer."
+    found = ", ".join(names[:5]) + (", ..." if len(names) > 5 else "")
+    return InputError(
+        f"{root}: expected steps saved by AdaCheckHandler, found {found or 'nothing'}. {remedy}"
+    )
+
+
 def no_step(root: AnyPath, number: int, steps: Sequence[Step]) -> InputError:
     """Error for a number that none of some steps has."""
     numbers = ", ".join(str(step.step) for step in steps[-10:])
@@ -128,14 +136,6 @@ def numbered(numbers: Sequence[int], wanted: int | None, root: AnyPath) -> int:
     if -wanted > len(known):
         raise InputError(f"{root}: expected at least {-wanted} steps, found {len(known)}.")
     return known[wanted]
-
-
-def _remedy(root: AnyPath, names: list[str]) -> str:
-    if DIRECTORY in names:
-        return f"This is one step's item directory; give {at(root).parent.parent}."
-    if any(name.isdecimal() for name in names):
-        return "Read steps that stock Orbax saved with ocp.StandardCheckpointer."
-    return "Give the directory that holds the step directories."
 
 
 def settled_steps(root: AnyPath) -> list[Step]:
