@@ -9,29 +9,9 @@ import inspect
 import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from adacheck_jax.tools.steps import InputError
-
-if TYPE_CHECKING:  # which loads JAX
-    from adacheck_jax.update.recorder import Recorder
-
-
-def state_of(target: str) -> tuple[Any, Recorder | None]:
-    """Call a function that returns an abstract state.
-
-    Returns:
-        The state, and the Recorder if the function returns a tuple of both.
-
-    Raises:
-        InputError: there is no such function, or it or its module raises.
-    """
-    from adacheck_jax.update.recorder import Recorder
-
-    takes = "without arguments and must return an abstract state, or a tuple of it and a Recorder"
-    made = function_of(target, takes)()
-    has_recorder = isinstance(made, tuple) and len(made) == 2 and isinstance(made[1], Recorder)
-    return made if has_recorder else (made, None)
 
 
 def function_of(target: str, takes: str) -> Callable[..., Any]:

@@ -11,7 +11,7 @@ import logging
 import re
 import sys
 from collections.abc import Callable, Iterator
-from typing import Annotated, Any, TypeVar, get_type_hints
+from typing import Annotated, Any, TypeVar
 
 import typer
 from typer.core import TyperGroup
@@ -84,6 +84,8 @@ def command(
     """
 
     def register(function: Callable[..., Report]) -> Callable[..., Report]:
+        del function.__annotations__["return"]  # which some modules import for type checkers alone
+
         @functools.wraps(function)
         def run(as_json: bool, **arguments: Any) -> None:
             with errors():
@@ -92,14 +94,11 @@ def command(
             if number := code(report):
                 raise typer.Exit(number)
 
-        run.__annotations__ = {k: v for k, v in function.__annotations__.items() if k != "return"}
-        kinds = {**get_type_hints(run, include_extras=True), "as_json": Json}
-        option = inspect.Parameter("as_json", inspect.Parameter.KEYWORD_ONLY, default=False)
-        takes = [*inspect.signature(function).parameters.values(), option]
-        run.__signature__ = inspect.Signature(  # type: ignore[attr-defined]
-            [each.replace(annotation=kinds[each.name]) for each in takes]
+        takes = inspect.signature(function, eval_str=True).parameters.values()
+        option = inspect.Parameter(
+            "as_json", inspect.Parameter.KEYWORD_ONLY, default=False, annotation=Json
         )
-        run.__annotations__ = kinds
+        run.__signature__ = inspect.Signature([*takes, option])  # type: ignore[attr-defined]
         settings = {"ignore_unknown_options": has_steps}
         app.command(rich_help_panel=group, context_settings=settings)(run)
         return function

@@ -161,10 +161,14 @@ def plan(
 
     With --json: the fields of adacheck_jax.tools.plan.RedundancyReport.
     """
-    from adacheck_jax.cli import callables
+    from adacheck_jax.cli.callables import function_of
     from adacheck_jax.tools.plan import redundancy_report
+    from adacheck_jax.update.recorder import Recorder
 
-    state, recorder = callables.state_of(target)
+    takes = "without arguments and must return an abstract state, or a tuple of it and a Recorder"
+    state, recorder = function_of(target, takes)(), None
+    if isinstance(state, tuple) and len(state) == 2 and isinstance(state[1], Recorder):
+        state, recorder = state
     try:
         return redundancy_report(
             state,
