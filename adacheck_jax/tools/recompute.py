@@ -69,14 +69,22 @@ class Reached:
             found += [(key, n) for n in range(count)]
         return found[: len(found) - lineage.left_out]
 
-    def at(self, lineage: Lineage) -> list[Any]:
+    def at(self, lineage: Lineage) -> tuple[list[Any], set[int]]:
         """The leaves at the end of a lineage, from where the state is, or from the base.
 
-        They are donated to the next call.
+        Returns:
+            The leaves, which are donated to the next call; and the indices of those that do not
+            have the bits that were saved.
 
         Raises:
             AdaCheckError: the stored data is damaged or cannot be read.
         """
+        specs = lineage.base.leaves
+        with wide_integers(specs[i].dtype for i in touched(lineage.base)):
+            leaves = self._leaves_at(lineage)
+            return leaves, check.differing(leaves, lineage.end.fingerprints)
+
+    def _leaves_at(self, lineage: Lineage) -> list[Any]:
         wanted = self.keys(lineage)
         keys, leaves = self._keys, self._leaves
         self.release()  # what fails leaves nothing half done
@@ -121,10 +129,8 @@ class Recomputation:
         steps = [end.step] if isinstance(end, BaseManifest) else [x.step for x in end.deltas]
         differing: set[int] = set()
         try:
-            with wide_integers(specs[i].dtype for i in touched(lineage.base)):
-                for part in map(lineage.to, steps):
-                    leaves = self._reached.at(part)
-                    differing |= check.differing(leaves, part.end.fingerprints)
+            for part in map(lineage.to, steps):
+                differing |= self._reached.at(part)[1]
         except StorageError as error:  # the step may be whole, so this is no damage
             return Replayed(problem=" ".join(str(error).split()))
         except AdaCheckError as error:

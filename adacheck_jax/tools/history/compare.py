@@ -143,11 +143,11 @@ _ORDER = {"record": 0, "params": 1, "optimizer state": 2, "other": 3}
 
 
 def _kinds(walk: Walk, step: int) -> Mapping[str, str]:
-    return {leaf.path: leaf.description for leaf in walk.lineage(step).base.leaves}
+    return {leaf.path: leaf.description for leaf in walk.lineages[step].base.leaves}
 
 
 def _refuse_other_leaves(first: Walk, second: Walk, step: int) -> None:
-    if first.lineage(step).base.leaves is second.lineage(step).base.leaves:
+    if first.lineages[step].base.leaves is second.lineages[step].base.leaves:
         return
     kinds = [_kinds(first, step), _kinds(second, step)]
     if kinds[0] != kinds[1]:

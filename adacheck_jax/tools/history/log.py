@@ -105,7 +105,7 @@ def row_of(walk: Walk, state: State, before: Sequence[np.ndarray]) -> StepLog:
     folder, update = walk.folder(state.step), state.update
     return StepLog(
         state.step,
-        "delta" if walk.lineage(state.step).deltas else "base",
+        "delta" if walk.lineages[state.step].deltas else "base",
         norm([state.arrays[i] for i in update.record]) if update else None,
         change,
         norm(params) if params else None,

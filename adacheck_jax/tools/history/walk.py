@@ -19,7 +19,7 @@ from adacheck_jax.store.steps import roots
 from adacheck_jax.store.steps.lineage import Lineage
 from adacheck_jax.store.storage.location import AnyPath, at
 from adacheck_jax.tools.handover import recorded_step
-from adacheck_jax.tools.recompute import Reached, cannot_replay_here, touched, wide_integers
+from adacheck_jax.tools.recompute import Reached, cannot_replay_here
 from adacheck_jax.tools.steps import InputError, numbered, resolved, steps_under, undeleted
 
 Tree = dict[str, Any]
@@ -62,6 +62,7 @@ class Walk:
         item: name of the item directory, needed if steps hold several.
 
     Attributes:
+        lineages: everything that each recorded step is restored from, by ascending step number.
         skipped: the reason for each step that cannot be found whole.
         restored_count: number of states that were restored or replayed.
 
@@ -70,42 +71,32 @@ class Walk:
     """
 
     def __init__(self, root: AnyPath, item: str | None = None) -> None:
-        self.root = root
-        self.skipped: dict[int, str] = {}
-        self.restored_count = 0
-        self._item = item
-        self._lineages: dict[int, Lineage] = {}
+        self.root, self._item, self.restored_count = root, item, 0
         self._reached = Reached(lambda entry: entry.manifest.checksum)
-        self._find()
-
-    def _find(self) -> None:
-        item, held = self._item, dict[int, Lineage]()
-        steps = [s for s in steps_under(self.root) if item in (None, s.directory.name)]
+        steps = [s for s in steps_under(root) if item in (None, s.directory.name)]
         items = sorted({step.directory.name for step in steps})
         if item is None and len({step.step for step in steps}) < len(steps):
             raise InputError(
-                f"{self.root}: expected one item a step, found {', '.join(items)}. Name one with "
-                "--item."
+                f"{root}: expected one item a step, found {', '.join(items)}. Name one with --item."
             )
+        own, held, skipped = dict[int, Lineage](), dict[int, Lineage](), dict[int, str]()
         for step, lineage in resolved(steps):
             if isinstance(lineage, AdaCheckError):
-                self.skipped[step.step] = " ".join(str(lineage).split())
+                skipped[step.step] = " ".join(str(lineage).split())
             else:
-                self._lineages[step.step] = lineage
+                own[step.step] = lineage
                 held |= dict.fromkeys(lineage.steps, lineage)  # the newest one is deleted last
-        for number, lineage in held.items():
-            if number not in self._lineages:
-                self._lineages[number] = lineage.to(number)
-        self.skipped = {n: why for n, why in self.skipped.items() if n not in self._lineages}
-        if not self._lineages:
+        self.lineages = {n: own.get(n) or each.to(n) for n, each in sorted(held.items())}
+        self.skipped = {n: why for n, why in skipped.items() if n not in held}
+        if not held:
             where = f" in item {item!r}" if item else ""
-            why = next(iter(self.skipped.values()), f"found {', '.join(items)}")
-            raise InputError(f"{self.root}: expected steps{where} that can be restored: {why}")
+            why = next(iter(skipped.values()), f"found {', '.join(items)}")
+            raise InputError(f"{root}: expected steps{where} that can be restored: {why}")
 
     @property
     def steps(self) -> list[int]:
         """Numbers of the recorded steps, ascending."""
-        return sorted(self._lineages)
+        return [*self.lineages]
 
     def number(self, wanted: int | None) -> int:
         """The recorded step that a caller means.
@@ -114,7 +105,7 @@ class Walk:
             InputError: it is not recorded.
         """
         number = numbered(self.steps, wanted, self.root)
-        if number not in self._lineages:
+        if number not in self.lineages:
             near = sorted(self.steps, key=lambda step: abs(step - number))[:6]
             found = f", found {', '.join(map(str, sorted(near)))} near it. Give one of these steps."
             why = f": {self.skipped[number]}" if number in self.skipped else found
@@ -123,17 +114,13 @@ class Walk:
 
     def fingerprints(self, step: int) -> dict[str, int]:
         """The digest of each leaf, by its path, as it was saved; no array is read."""
-        lineage = self._lineages[step]
+        lineage = self.lineages[step]
         paths = [leaf.path for leaf in lineage.base.leaves]
         return dict(zip(paths, lineage.end.fingerprints, strict=True))
 
-    def lineage(self, step: int) -> Lineage:
-        """Everything that a recorded step is restored from."""
-        return self._lineages[step]
-
     def folder(self, step: int) -> AnyPath | None:
         """The directory of a step; None if it has none of its own."""
-        holder = at(self._lineages[step].entries[-1].holder)
+        holder = at(self.lineages[step].entries[-1].holder)
         place = roots.place_of(holder)
         if place.step != step:
             return None
@@ -151,7 +138,7 @@ class Walk:
             try:
                 return self._at(step)
             except StepDeletedError as error:
-                self._lineages[step] = self._held_elsewhere(step, error)
+                self.lineages[step] = self._held_elsewhere(step, error)
         return self._at(step)
 
     def _held_elsewhere(self, step: int, error: StepDeletedError) -> Lineage:
@@ -164,18 +151,16 @@ class Walk:
             found = recorded_step.find(self.root, step, self._item).lineage
         except (InputError, AdaCheckError):
             raise error from None
-        if found.end.fingerprints != self._lineages[step].end.fingerprints:  # it was saved anew
+        if found.end.fingerprints != self.lineages[step].end.fingerprints:  # it was saved anew
             raise error
         return found
 
     def _at(self, step: int) -> State:
-        lineage = self._lineages[step]
+        lineage = self.lineages[step]
         problem = cannot_replay_here(lineage)
         if problem is not None:
             raise InputError(f"{self.root}: step {step} cannot be restored here: {problem}")
-        on_device = touched(lineage.base)
-        wide = wide_integers(lineage.base.leaves[i].dtype for i in on_device)
-        with undeleted(lineage.entries[-1].holder), wide:
+        with undeleted(lineage.entries[-1].holder):
             return self._restored(step, lineage)
 
     def close(self) -> None:
@@ -183,11 +168,9 @@ class Walk:
         self._reached.close()
 
     def _restored(self, step: int, lineage: Lineage) -> State:
-        leaves, base = self._reached.at(lineage), lineage.base
+        (leaves, differing), base = self._reached.at(lineage), lineage.base
         self.restored_count += 1
-        bound = check.bound_to_mesh(lineage)
-        differing = check.differing(leaves, lineage.end.fingerprints)
-        if wrong := sorted(differing - bound):
+        if wrong := sorted(differing - check.bound_to_mesh(lineage)):
             shown = ", ".join(base.leaves[i].path for i in wrong[:5])
             self._reached.release()
             raise IntegrityError(

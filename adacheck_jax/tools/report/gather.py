@@ -121,7 +121,7 @@ def _walked(report: Report, walk: Walk, norm_count: int | None, progress: Progre
     if failed:
         step, why = next(iter(failed.items()))
         note += f" {len(failed):,} could not be restored here, such as step {step:,}: {why}"
-    lineages = {step: walk.lineage(step) for step in walk.steps}
+    lineages = walk.lineages
     saved_with = {step: each.manifest.step for step, each in lineages.items()}
     present = {row.step for row in report.summary.steps if row.kind not in _OTHERS}
     kept = [step for step in walk.steps if saved_with[step] in present]
@@ -192,7 +192,7 @@ def _chosen(walk: Walk, asked: int | None) -> list[int]:
     """The steps to restore: as many as asked, else all of a small run and none of a larger one."""
     steps = walk.steps
     if asked is None:
-        run_bytes = len(steps) * sum(leaf.nbytes for leaf in walk.lineage(steps[-1]).base.leaves)
+        run_bytes = len(steps) * sum(leaf.nbytes for leaf in walk.lineages[steps[-1]].base.leaves)
         is_small = len(steps) <= SMALL_STEP_COUNT and run_bytes <= SMALL_RUN_BYTES
         asked = len(steps) if is_small else 0
     count = min(asked, len(steps))
