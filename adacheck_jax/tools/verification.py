@@ -162,51 +162,46 @@ def unreadable_file(directory: AnyPath) -> OSError | None:
     return next((each for each in problems if not isinstance(each, known)), None)
 
 
+_Check = Callable[[LineageStep, BaseManifest], Iterator[Damage]]
+
+
 class Verifier:
     """Checks steps, and remembers its findings about files that several of them share."""
 
     def __init__(self) -> None:
         self._stock = StockCheckpoints()
-        self._known: dict[tuple[str, str], tuple[str, list[Damage]]] = {}
+        self._known: dict[tuple[_Check, str], tuple[str, list[Damage]]] = {}
 
     def structure(self, lineage: Lineage) -> list[Damage]:
         """Damage that is visible without reading arrays."""
-        found = self._each(lineage, "structure", self._structure)
+        found = self._each(lineage, self._base_structure, _delta_structure)
         if lineage.replayed_count:
             found += _without_program(lineage)
         return found
 
     def data(self, lineage: Lineage) -> list[Damage]:
         """Damage of the stored bytes of a step and of the steps that it builds on."""
-        return self._each(lineage, "data", self._data)
+        return self._each(lineage, self._base_data, _delta_data)
 
-    def _each(
-        self,
-        lineage: Lineage,
-        what: str,
-        check: Callable[[LineageStep, BaseManifest], Iterator[Damage]],
-    ) -> list[Damage]:
+    def _each(self, lineage: Lineage, of_base: _Check, of_delta: _Check) -> list[Damage]:
         found = []
         for entry in lineage.entries:
+            look = of_delta if isinstance(entry.manifest, DeltaManifest) else of_base
             digest = identity.of_step(entry)
-            known = self._known.get((what, digest))  # by another link to the same files, perhaps
+            known = self._known.get((look, digest))  # by another link to the same files, perhaps
             if known is None:
-                known = entry.start, _until_error(check(entry, lineage.base), entry)
+                known = entry.start, _until_error(look(entry, lineage.base), entry)
                 # What is deleted while it is read says nothing about other links to the files.
                 if not known[1] or identity.of_step(entry) == digest:
-                    self._known[what, digest] = known
+                    self._known[look, digest] = known
             found += [_moved(each, known[0], entry.start) for each in known[1]]
         return found
 
-    def _structure(self, entry: LineageStep, base: BaseManifest) -> Iterator[Damage]:
-        if isinstance(entry.manifest, DeltaManifest):
-            yield from _delta_structure(entry, base)
-        else:
-            yield from damaged_programs(entry, base.update)
-            yield from _descriptions(entry, base)
-            yield from self._base_arrays(entry, base)
-
-    def _base_arrays(self, entry: LineageStep, base: BaseManifest) -> Iterator[Damage]:
+    def _base_structure(self, entry: LineageStep, base: BaseManifest) -> Iterator[Damage]:
+        yield from damaged_programs(entry, base.update)
+        for name, error in damaged_descriptions(entry.directory, base).items():
+            hinders = PLACEMENT if name == manifests.SHARDINGS else None
+            yield dataclasses.replace(damage_of(error, entry.directory), hinders=hinders)
         known, _ = trees.flatten(self._stock.described(entry.directory))
         specs = {leaf.path: leaf for leaf in base.leaves if leaf.nbytes}
         for path in sorted(known.keys() ^ specs.keys()):
@@ -225,11 +220,6 @@ class Verifier:
         lost = volume_reader.lost_chunks(zarr.database_in(entry.directory), list(names))
         for name, why in lost.items():
             yield Damage(str(entry.directory), names[name], why)
-
-    def _data(self, entry: LineageStep, base: BaseManifest) -> Iterator[Damage]:
-        if isinstance(entry.manifest, DeltaManifest):
-            return _delta_data(entry, base)
-        return self._base_data(entry, base)
 
     def _base_data(self, entry: LineageStep, base: BaseManifest) -> Iterator[Damage]:
         known, _ = trees.flatten(self._stock.described(entry.directory))
@@ -291,17 +281,6 @@ def _without_program(lineage: Lineage) -> list[Damage]:
             return []
     message = "expected the update that a delta replays, found no program that is whole"
     return [Damage(str(lineage.base_directory / manifest_file.FILE), None, message)]
-
-
-def _descriptions(entry: LineageStep, base: BaseManifest) -> list[Damage]:
-    """Damage of the files that Orbax reads besides the arrays."""
-    return [
-        dataclasses.replace(
-            damage_of(error, entry.directory),
-            hinders=PLACEMENT if name == manifests.SHARDINGS else None,
-        )
-        for name, error in damaged_descriptions(entry.directory, base).items()
-    ]
 
 
 def _delta_structure(entry: LineageStep, base: BaseManifest) -> Iterator[Damage]:
