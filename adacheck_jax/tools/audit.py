@@ -74,17 +74,26 @@ class Cause:
 
 
 @dataclass(frozen=True, slots=True)
-class Leftover:
-    """A directory under a root that is no step.
+class ToldDirectory:
+    """A directory under a root of which there is something to be said.
 
     Attributes:
         path: path relative to the root.
-        why: description of the directory.
-        is_temporary: True if an interrupted save left it.
+        why: description of the directory, or the reason for what is done with it.
     """
 
     path: str
     why: str
+
+
+@dataclass(frozen=True, slots=True)
+class Leftover(ToldDirectory):
+    """A directory that is no step.
+
+    Attributes:
+        is_temporary: True if an interrupted save left it.
+    """
+
     is_temporary: bool
 
 

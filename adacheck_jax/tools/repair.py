@@ -24,7 +24,7 @@ from adacheck_jax.store.steps.marks import COMMIT_MARK
 from adacheck_jax.store.steps.roots import TMP_SUFFIX
 from adacheck_jax.store.storage.location import AnyPath, Location, at
 from adacheck_jax.tools import audit
-from adacheck_jax.tools.audit import Leftover, StepReport
+from adacheck_jax.tools.audit import Leftover, StepReport, ToldDirectory
 from adacheck_jax.tools.recompute import try_to_restore
 from adacheck_jax.tools.steps import InputError, Progress, quiet
 from adacheck_jax.tools.verification import Verifier, unreadable_file, whole_part
@@ -36,31 +36,14 @@ _METRICS = "metrics"
 
 
 @dataclass(frozen=True, slots=True)
-class Removal:
+class Removal(ToldDirectory):
     """One directory to remove.
 
     Attributes:
-        path: path relative to the root.
-        why: the reason why it goes.
         identity: identity of the judged files; a directory with other files is not removed.
     """
 
-    path: str
-    why: str
     identity: str
-
-
-@dataclass(frozen=True, slots=True)
-class KeptDirectory:
-    """A damaged or left-over directory that stays.
-
-    Attributes:
-        path: path relative to the root.
-        why: the reason why it stays.
-    """
-
-    path: str
-    why: str
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,7 +63,7 @@ class RepairReport:
     root: str
     is_dry_run: bool
     removals: tuple[Removal, ...]
-    kept: tuple[KeptDirectory, ...]
+    kept: tuple[ToldDirectory, ...]
     cleared: tuple[str, ...]
     step_count: int
     not_looked_at: tuple[str, ...] = ()
@@ -110,7 +93,7 @@ def repair(
     if not dry_run:
         done = [each for each in removals if _is_removed(root, each)]
         changed = [each.path for each in removals if each not in done]
-        kept += [KeptDirectory(path, "it changed meanwhile") for path in changed]
+        kept += [ToldDirectory(path, "it changed meanwhile") for path in changed]
         removals = done
     gone = {each.path for each in removals}
     left = [x for x in report.steps if gone.isdisjoint((x.item, x.item.rpartition("/")[0]))]
@@ -163,9 +146,9 @@ def _check_quiet(root: Location, found: Iterable[Leftover]) -> None:
 
 def _plan(
     root: Location, steps: Sequence[StepReport], found: Sequence[Leftover]
-) -> tuple[list[Removal], list[KeptDirectory]]:
+) -> tuple[list[Removal], list[ToldDirectory]]:
     lost: dict[Location, str] = {}
-    kept: list[KeptDirectory] = []
+    kept: list[ToldDirectory] = []
     for step in steps:
         if not step.damage:
             continue
@@ -173,7 +156,7 @@ def _plan(
         if is_lost:
             lost[root / step.item] = why
         else:
-            kept.append(KeptDirectory(step.item, why))
+            kept.append(ToldDirectory(step.item, why))
     sound: list[Lineage] = []
     for directory in (root / step.item for step in steps):
         if directory not in lost:
@@ -184,12 +167,12 @@ def _plan(
         for path in {at(entry.holder).resolve() for entry in each.entries} & lost.keys():
             needed.setdefault(path, f"step {each.manifest.step} builds on it")
     for path, why in needed.items():
-        kept.append(KeptDirectory(path.below(root), why))
+        kept.append(ToldDirectory(path.below(root), why))
         del lost[path]
     temporary = [each for each in found if each.is_temporary]
     plain = [each for each in temporary if _is_plain(root / each.path)]
     why = "it is a symbolic link, which is not followed"
-    kept += [KeptDirectory(each.path, why) for each in temporary if each not in plain]
+    kept += [ToldDirectory(each.path, why) for each in temporary if each not in plain]
     chosen = [*((root / each.path, each.why) for each in plain), *_widened(root, lost)]
     return [Removal(x.below(root), why, identity.of_directory(x)) for x, why in chosen], kept
 
