@@ -15,6 +15,7 @@ from adacheck_jax.adapter.stock import plain
 from adacheck_jax.device import trees
 from adacheck_jax.errors import IntegrityError
 from adacheck_jax.format.byte_loops import fingerprint_of
+from adacheck_jax.publish.root import VERSIONS
 from adacheck_jax.store.storage.location import AnyPath, at, located
 from adacheck_jax.tools.handover import destination, formats, sources
 from adacheck_jax.tools.handover.formats import ExportedLeaf, Format
@@ -87,7 +88,10 @@ def export(
     path = destination.checked(target, root)
     if wanted is Format.SAFETENSORS:
         formats.check_safetensors()
-    opened = sources.source_of(root, number, item)
+    if (at(root) / VERSIONS).is_folder:
+        opened = sources.version_source(root, number)
+    else:
+        opened = sources.step_source(root, number, item)
     with destination.temporary(path) as made:
         with opened as source:
             indices = source.params if params_only else range(len(source.leaves))

@@ -23,7 +23,7 @@ from adacheck_jax.format.boxes import Box, cuts_of
 from adacheck_jax.format.byte_loops import fingerprint_of
 from adacheck_jax.format.manifest import ITEMSIZES_BYTES, BaseManifest, Leaf
 from adacheck_jax.publish.reading import VersionReader, read_version
-from adacheck_jax.publish.root import VERSIONS, Root
+from adacheck_jax.publish.root import Root
 from adacheck_jax.store import volume_reader
 from adacheck_jax.store.storage.location import AnyPath, at
 from adacheck_jax.tools.handover import recorded_step
@@ -140,15 +140,6 @@ def _stored(directory: AnyPath, leaf: Leaf, by_path: Any, fingerprint: int) -> n
         f"{directory}: leaf {leaf.path}: expected the bits that were saved: {found}. Nothing was "
         "written; take another step."
     ) from cause
-
-
-def source_of(
-    root: AnyPath, number: int | None, item: str | None
-) -> contextlib.AbstractContextManager[Source]:
-    """A version, if a root is one of published weights; else a step."""
-    if (at(root) / VERSIONS).is_folder:
-        return version_source(root, number)
-    return step_source(root, number, item)
 
 
 @contextlib.contextmanager
