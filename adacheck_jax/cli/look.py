@@ -16,11 +16,12 @@ from adacheck_jax.cli.printing import (
     print_text,
     shown_age,
     shown_bytes,
+    tell_more,
 )
 from adacheck_jax.store.steps.lineage import shown_steps
 from adacheck_jax.tools import inspection, listing
 from adacheck_jax.tools.inspection import StepDetails
-from adacheck_jax.tools.listing import FOREIGN, RootSummary, saved_at
+from adacheck_jax.tools.listing import FOREIGN, STOCK, RootSummary, saved_at
 
 if TYPE_CHECKING:  # which takes longer to import than ls may take
     from adacheck_jax.tools.statistics import RootStatistics
@@ -45,7 +46,7 @@ def _show_root(summary: RootSummary) -> None:
             f"delta {row.depth}" if row.kind == "delta" and row.depth else row.kind or "?",
             f"{len(row.recorded):,} deferred" if row.recorded else None,
             *(None if x is None or row.kind == FOREIGN else shown_bytes(x) for x in sizes),
-            "DAMAGED" if row.error else row.checked or _UNCHECKED.get(row.kind or ""),
+            "DAMAGED" if row.error else "no" if row.kind in (STOCK, FOREIGN) else row.checked,
         )
         rows.append(cells)
     print_rows(
@@ -58,9 +59,6 @@ def _show_root(summary: RootSummary) -> None:
         if row.error is not None:
             print_text(f"{row.item if row.step is None else f'step {row.step}'}: {row.error}")
     print_text("; ".join(_totals(summary)))
-
-
-_UNCHECKED = {"stock": "no", "foreign": "no"}
 
 
 def _totals(summary: RootSummary) -> list[str]:
@@ -197,8 +195,7 @@ def _show_statistics(report: RootStatistics) -> None:
         for leaf in report.leaves[:_SHOWN_LEAVES]
     ]
     print_rows(("leaf", *right), rows, right)
-    if len(report.leaves) > _SHOWN_LEAVES:
-        print_text(f"and {len(report.leaves) - _SHOWN_LEAVES:,} more leaves, which --json lists")
+    tell_more(len(report.leaves) - _SHOWN_LEAVES)
     print_text(
         f"{counted(report.recorded_count, 'recorded step')}: "
         f"{counted(report.base_count, 'base')} and {counted(report.delta_count, 'delta')}."

@@ -100,6 +100,12 @@ def tell_deleted(steps: Sequence[int]) -> None:
         print_text(f"{what} deleted meanwhile.")
 
 
+def tell_more(count: int) -> None:
+    """Print the number of leaves that a table has no rows for, if there are any."""
+    if count > 0:
+        print_text(f"and {count:,} more leaves, which --json lists")
+
+
 def shown_bytes(count: int | None) -> str:
     """A size; a mark where an object store does not tell it."""
     return "?" if count is None else decimal(count)

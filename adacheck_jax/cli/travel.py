@@ -29,6 +29,7 @@ from adacheck_jax.cli.printing import (
     shown_bytes,
     some_of,
     tell_deleted,
+    tell_more,
 )
 from adacheck_jax.store.storage.location import AnyPath, Location, at
 from adacheck_jax.tools.steps import InputError
@@ -36,7 +37,6 @@ from adacheck_jax.tools.steps import InputError
 if TYPE_CHECKING:
     from adacheck_jax.tools.history.bisect import Bisection
     from adacheck_jax.tools.history.compare import RunComparison, StepComparison
-    from adacheck_jax.tools.history.differences import LeafDifference
     from adacheck_jax.tools.history.log import RunLog
     from adacheck_jax.tools.history.walk import State, Walk
     from adacheck_jax.tools.report.gather import Report
@@ -52,11 +52,6 @@ def _walk(root: str, item: str | None) -> Iterator[Walk]:
 
     with contextlib.closing(Walk(root_of(root), item)) as walk:
         yield walk
-
-
-def _tell_more(found: Sequence[LeafDifference]) -> None:
-    if len(found) > _SHOWN:
-        print_text(f"and {len(found) - _SHOWN:,} more leaves, which --json lists")
 
 
 def _tell_rounded(paths: Sequence[str]) -> None:
@@ -121,7 +116,7 @@ def _show_diff(report: StepComparison) -> None:
         rows.append((each.path, each.role, share, *numbers))
     numbers = ("changed", "norm", "relative", "largest", "cosine")
     print_rows(("leaf", "role", *numbers), rows, numbers, ("role", "cosine", "largest", "norm"))
-    _tell_more(report.differences)
+    tell_more(len(report.differences) - _SHOWN)
     for paths, (root, step) in (
         (report.only_before, report.before),
         (report.only_after, report.after),
@@ -262,7 +257,7 @@ def _show_comparison(report: RunComparison) -> None:
         rows.append((*cells, counted(first.bits, "bit"), first.process))
     titles = ("leaf", "role", "elements", "first", "values", "differ by", "process")
     print_rows(titles, rows, ("elements", "process"), ("role", "differ by", "process"))
-    _tell_more(report.differences)
+    tell_more(len(report.differences) - _SHOWN)
 
 
 @command(_GROUP, _show_comparison, lambda report: report.step is not None)
