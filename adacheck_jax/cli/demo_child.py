@@ -22,7 +22,6 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
-import orbax.checkpoint as ocp
 from jax.sharding import AxisType, Mesh, NamedSharding
 
 import adacheck_jax as adacheck
@@ -103,7 +102,7 @@ def train(root: Path | None = None) -> Iterator[tuple[int, State, float]]:
     """Train from the newest step under a root, if one is given; yield step, state and loss."""
     begin, compiled = programs()
     state, newest = begin(), 0
-    manager = manager_of(root, recorder) if root else None
+    manager = adacheck.checkpoint_manager(root, recorder, max_to_keep=10) if root else None
     if manager and (newest := manager.latest_step() or 0):
         state = manager.restore(newest, args=adacheck.RestoreArgs(state))
     for step in range(newest + 1, STEPS + 1):
@@ -115,15 +114,10 @@ def train(root: Path | None = None) -> Iterator[tuple[int, State, float]]:
         manager.close()
 
 
-def manager_of(root: Path, recorder: adacheck.Recorder | None = None) -> ocp.CheckpointManager:
-    """A stock manager with a handler."""
-    return adacheck.checkpoint_manager(root, recorder, max_to_keep=10)
-
-
 def restored(root: Path, expected: State) -> Iterator[tuple[str, float, int]]:
     """Restore the last step on each mesh; yield mesh, seconds, and the number of equal leaves."""
     for name in MESHES:
-        with manager_of(root) as manager:
+        with adacheck.checkpoint_manager(root) as manager:
             start_s = time.perf_counter()
             args = adacheck.RestoreArgs(abstract_state(mesh_of(name)))
             state = jax.block_until_ready(manager.restore(STEPS, args=args))
