@@ -14,7 +14,7 @@ from adacheck_jax.store.steps import folders, marks, roots
 from adacheck_jax.store.steps.roots import Step
 from adacheck_jax.store.storage.interface import Entry, Stamp
 from adacheck_jax.store.storage.location import AnyPath, at
-from adacheck_jax.tools.steps import existing, no_steps, settled_steps
+from adacheck_jax.tools.steps import no_steps, settled_steps
 
 STOCK, FOREIGN = "stock", "foreign"
 
@@ -100,7 +100,6 @@ def summarize_root(root: AnyPath, last: int | None = None) -> RootSummary:
     Raises:
         InputError: the root is missing, is not a directory, or holds no step.
     """
-    existing(root)
     steps = settled_steps(root)
     others = _others(root, steps)
     if not steps and not others:

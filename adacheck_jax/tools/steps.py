@@ -33,25 +33,10 @@ def steps_under(root: AnyPath) -> list[Step]:
     Raises:
         InputError: the root is missing, is not a directory, or holds no step of ours.
     """
-    existing(root)
     steps = settled_steps(root)
     if not steps:
         raise no_steps(root)
     return steps
-
-
-def existing(root: AnyPath) -> None:
-    """Refuse a root that is missing, or is not a directory.
-
-    Raises:
-        InputError: it is.
-    """
-    if not at(root).is_folder:
-        found = "a file" if at(root).exists else "nothing there"
-        raise InputError(
-            f"{root}: expected a checkpoint root, found {found}. Give the directory that the "
-            "checkpoint manager was given."
-        )
 
 
 def selected(root: AnyPath, number: int | None, item: str | None) -> Step:
@@ -139,7 +124,17 @@ def numbered(numbers: Sequence[int], wanted: int | None, root: AnyPath) -> int:
 
 
 def settled_steps(root: AnyPath) -> list[Step]:
-    """The steps under a root, without those that are being deleted."""
+    """The steps under a root, which may be none, without those that are being deleted.
+
+    Raises:
+        InputError: the root is missing, or is not a directory.
+    """
+    if not at(root).is_folder:
+        found = "a file" if at(root).exists else "nothing there"
+        raise InputError(
+            f"{root}: expected a checkpoint root, found {found}. Give the directory that the "
+            "checkpoint manager was given."
+        )
     steps, gone = settled(
         lambda: roots.steps_of(root), lambda found: [each.directory for each in found if each.error]
     )
