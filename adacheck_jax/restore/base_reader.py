@@ -161,8 +161,7 @@ class _Arrays:
     def _cuts(self, position: int) -> Cuts:
         """Cut points between the chunks of an array."""
         chunk_shape = self._stores[position].chunk_layout.read_chunk.shape or ()
-        chunks = zip(self._requests[position].shape, chunk_shape, strict=True)
-        return tuple((*range(0, length, step or 1), length) for length, step in chunks)
+        return volume_reader.chunk_cuts(self._requests[position].shape, chunk_shape)
 
     def begin(self, number: int) -> tuple[_Parts, OwnShare]:
         """Begin to read a batch: what this process needs alone, and its share of the rest."""

@@ -45,10 +45,8 @@ class PackArray:
             names = zarr.names(metadata["codecs"])
             self._store = self._opened(metadata)
         except Exception as error:
-            if refused := unreadable(start, error):
-                raise refused from error
             why = f"none that can be opened ({first_line(error)})"
-            raise _damaged(start, pack, why) from error
+            raise unreadable(start, error) or _damaged(start, pack, why) from error
         shape, dtype = tuple(self._store.shape), self._store.dtype.name
         if (shape, dtype) != ((stored_bytes,), "uint8"):
             raise _damaged(start, pack, f"an array of shape {shape} and type {dtype}")
@@ -88,9 +86,7 @@ class PackArray:
                 each.result()
             return read
         except Exception as error:
-            if refused := unreadable(self.start, error):
-                raise refused from error
-            raise IntegrityError(
+            raise unreadable(self.start, error) or IntegrityError(
                 f"{self.start}: the stored bytes of {what} are damaged "
                 f"({first_line(error)}). Restore another step."
             ) from error
