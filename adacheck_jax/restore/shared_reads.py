@@ -212,7 +212,18 @@ def members(
 
 
 class SharedReads:
-    """Reads that processes share, batch by batch."""
+    """Reads that processes share, batch by batch; or those of one that reads for itself.
+
+    Collective: all processes make one, and compare what they are going to read.
+
+    Args:
+        members: the processes that read together; none if this one reads for itself.
+        where: directory that is read from.
+        batches: the exchanges of each batch.
+
+    Raises:
+        AdaCheckError: as from :meth:`finish`.
+    """
 
     def __init__(
         self, members: tuple[int, ...], where: AnyPath, batches: Sequence[Sequence[ShareExchange]]
@@ -221,6 +232,7 @@ class SharedReads:
         self._where = where
         text = repr([*batches]).encode()
         self._digest = np.frombuffer(hashlib.sha256(text).digest(), np.uint8)
+        self._agree(None)
 
     def finish(self, share: OwnShare) -> Blocks:
         """Exchange what each process read of one batch. Collective; in the order of the batches.
@@ -229,9 +241,12 @@ class SharedReads:
             Elements of each shared part that this process needs.
 
         Raises:
-            AdaCheckError: as from :meth:`agree`; or what stopped this process from reading.
+            IntegrityError: another process found damage.
+            StorageError: another process cannot read now what may be whole.
+            MismatchError: another process reads something else.
+            Exception: an error that stopped this process from reading.
         """
-        self.agree(share.wait())
+        self._agree(share.wait())
         found: Blocks = {}
         for each, row in zip(share.exchanges, share.rows, strict=True):
             rows = exchange.gather(row, each.holders)
@@ -240,24 +255,15 @@ class SharedReads:
                 found[piece.part.array, piece.part.box] = elements
         return found
 
-    def agree(self, failure: Exception | None) -> None:
-        """Tell the others of a failure, or hear of theirs. Collective.
-
-        Args:
-            failure: error of this process, which is raised again; None for none.
-
-        Raises:
-            IntegrityError: another process found damage.
-            StorageError: another process cannot read now what may be whole.
-            MismatchError: another process reads something else.
-        """
+    def _agree(self, failure: Exception | None) -> None:
+        """Tell the others of a failure, which is raised again, or hear of theirs."""
         status = _DONE
         if failure is not None:
             cannot_now = isinstance(failure, MemoryError | StorageError)
             cannot_now = cannot_now or unreadable(self._where, failure) is not None
             status = _UNREADABLE if cannot_now else _DAMAGED
         row = np.concatenate([np.array([status], np.uint8), self._digest])
-        told = exchange.gather(row, self._members)[:, : row.size]
+        told = exchange.gather(row, self._members)[:, : row.size] if self._members else ()
         if failure is not None:
             raise failure
         for process, each in zip(self._members, told, strict=True):
