@@ -298,7 +298,6 @@ class _Targets:
 
     def __init__(self, abstract_params: Any) -> None:
         named, self._treedef = trees.flatten(abstract_params)
-        self._order = [*named]
         self.wanted = {path: _abstract(path, leaf) for path, leaf in named.items()}
 
     def check(self, leaves: Leaves, where: object) -> None:
@@ -341,7 +340,7 @@ class _Targets:
         Args:
             leaves: arrays by leaf path.
         """
-        return trees.unflatten(self._treedef, [leaves[path] for path in self._order])
+        return trees.unflatten(self._treedef, [leaves[path] for path in self.wanted])
 
 
 def _abstract(path: str, leaf: Any) -> jax.ShapeDtypeStruct:

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import hashlib
 import math
+from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -121,27 +122,37 @@ def plan(shared: Iterable[SharedPart]) -> tuple[ShareExchange, ...]:
     """Choose who reads what: near-equal bytes for each holder, in contiguous runs.
 
     Runs, since parts that follow one another may lie in one stored chunk, which is read whole.
+    """
+    parts, dealt = [*shared], list[tuple[SharedPart, int]]()
+    total_bytes, done_bytes = Counter[tuple[int, ...]](), Counter[tuple[int, ...]]()
+    for part in parts:
+        total_bytes[part.holders] += part.nbytes
+    for part in parts:
+        holders, count = part.holders, len(part.holders)
+        middle_bytes = done_bytes[holders] + part.nbytes // 2
+        reader = min(middle_bytes * count // max(1, total_bytes[holders]), count - 1)
+        done_bytes[holders] += part.nbytes
+        dealt.append((part, reader))
+    return exchanges(dealt)
+
+
+def exchanges(dealt: Iterable[tuple[SharedPart, int]]) -> tuple[ShareExchange, ...]:
+    """Exchanges of parts, each read by the process at a position among its holders.
 
     Returns:
         One exchange for each set of holders, in an order that is the same in every process.
     """
-    groups: dict[tuple[int, ...], list[SharedPart]] = {}
-    for each in shared:
-        groups.setdefault(each.holders, []).append(each)
-    return tuple(_exchange(holders, groups[holders]) for holders in sorted(groups))
-
-
-def _exchange(holders: tuple[int, ...], parts: Sequence[SharedPart]) -> ShareExchange:
-    total_bytes, done_bytes = sum(part.nbytes for part in parts), 0
-    ends = [0] * len(holders)
-    pieces = []
-    for part in parts:
-        middle_bytes = done_bytes + part.nbytes // 2
-        reader = min(middle_bytes * len(holders) // max(1, total_bytes), len(holders) - 1)
-        done_bytes += part.nbytes
-        pieces.append(SharePiece(part, reader, ends[reader]))
-        ends[reader] += -(-part.nbytes // _ALIGNMENT_BYTES) * _ALIGNMENT_BYTES
-    return ShareExchange(holders, tuple(pieces), max(ends))
+    groups: dict[tuple[int, ...], list[tuple[SharedPart, int]]] = {}
+    for part, reader in dealt:
+        groups.setdefault(part.holders, []).append((part, reader))
+    made = []
+    for holders, parts in sorted(groups.items()):
+        ends, pieces = [0] * len(holders), list[SharePiece]()
+        for part, reader in parts:
+            pieces.append(SharePiece(part, reader, ends[reader]))
+            ends[reader] += -(-part.nbytes // _ALIGNMENT_BYTES) * _ALIGNMENT_BYTES
+        made.append(ShareExchange(holders, tuple(pieces), max(ends)))
+    return tuple(made)
 
 
 def shared_parts(

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -22,8 +21,6 @@ from adacheck_jax.restore import shared_reads
 from adacheck_jax.restore.shared_reads import (
     SharedPart,
     SharedReads,
-    ShareExchange,
-    SharePiece,
     put_together,
     users_of,
 )
@@ -119,9 +116,9 @@ class RecoveringProcesses:
                 if others := {*users[box]} - {giver}:
                     holders = tuple(sorted({giver, *others}))
                     nbytes = box.size * abstract[i].dtype.itemsize
-                    pieces.append((SharedPart(i, box, holders, nbytes), giver))
+                    pieces.append((SharedPart(i, box, holders, nbytes), holders.index(giver)))
         groups = batches([part.nbytes for part, _ in pieces], _BATCH_BYTES)
-        exchanges = [_exchanges(pieces[each.start : each.stop]) for each in groups]
+        exchanges = [shared_reads.exchanges(pieces[each.start : each.stop]) for each in groups]
         if not exchanges:
             return lambda i, box: put_together(box, parts[i])
         dtypes = {i: np.dtype(leaf.dtype) for i, leaf in enumerate(abstract)}
@@ -148,22 +145,6 @@ def _users(leaf: Any, boxes: Mapping[Box, int]) -> Mapping[Box, Sequence[int]]:
     held = holders_of(leaf.sharding, leaf.shape)
     needed = {box: {each.process for each in devices} for box, devices in held.items()}
     return users_of(needed, leaf.shape, cuts_of(boxes, leaf.shape))
-
-
-def _exchanges(pieces: Sequence[tuple[SharedPart, int]]) -> list[ShareExchange]:
-    """One exchange for each set of processes, in the same order in all of them."""
-    groups: dict[tuple[int, ...], list[tuple[SharedPart, int]]] = {}
-    for part, giver in pieces:
-        groups.setdefault(part.holders, []).append((part, giver))
-    made = []
-    for holders, parts in sorted(groups.items()):
-        ends, placed = [0] * len(holders), list[SharePiece]()
-        for part, giver in parts:
-            reader = holders.index(giver)
-            placed.append(SharePiece(part, reader, ends[reader]))
-            ends[reader] += math.ceil(part.nbytes / 64) * 64
-        made.append(ShareExchange(holders, tuple(placed), max(ends)))
-    return made
 
 
 def found_files(directory: str, root: str, item: str | None) -> list[FoundFile]:
