@@ -15,7 +15,6 @@ import jax
 import numpy as np
 
 from adacheck_jax.device import transfer
-from adacheck_jax.device.sharding import holders_of
 from adacheck_jax.format.boxes import Box, Cuts, batches
 from adacheck_jax.restore import shared_reads
 from adacheck_jax.restore.agreed import ALONE, Agreed
@@ -68,8 +67,8 @@ class ReadRequest:
         if self.sharding is None:
             return math.prod(self.shape) * self.itemsize_bytes
         sizes: dict[int, int] = {}
-        for box, devices in holders_of(self.sharding, self.shape).items():
-            for process in {each.process for each in devices}:
+        for box, needing in shared_reads.needed_by(self.sharding, self.shape).items():
+            for process in needing:
                 sizes[process] = sizes.get(process, 0) + box.size
         return max(sizes.values()) * self.itemsize_bytes
 

@@ -85,6 +85,12 @@ class ShareExchange:
     row_bytes: int
 
 
+def needed_by(sharding: jax.sharding.Sharding, shape: Sequence[int]) -> dict[Box, set[int]]:
+    """The processes that hold each box of an array."""
+    held = holders_of(sharding, tuple(shape))
+    return {box: {each.process for each in devices} for box, devices in held.items()}
+
+
 def users_of(
     needed: Mapping[Box, Iterable[int]], shape: Sequence[int], stored: Cuts
 ) -> dict[Box, tuple[int, ...]]:
@@ -165,10 +171,7 @@ def shared_parts(
     """The stored parts of an array that devices of several processes need."""
     if sharding is None or sharding.is_fully_addressable or not math.prod(shape):
         return []
-    needed = {
-        box: {each.process for each in devices}
-        for box, devices in holders_of(sharding, shape).items()
-    }
+    needed = needed_by(sharding, shape)
     return [
         SharedPart(array, box, users, box.size * itemsize_bytes)
         for box, users in users_of(needed, shape, cuts).items()
@@ -215,9 +218,8 @@ def members(
         if sharding is None or len(processes) < 2:
             continue
         found |= {*processes}
-        for box, devices in holders_of(sharding, shape).items():
-            again = len({each.process for each in devices}) - 1
-            saved_bytes += times * again * box.size * itemsize_bytes
+        for box, needing in needed_by(sharding, shape).items():
+            saved_bytes += times * (len(needing) - 1) * box.size * itemsize_bytes
     is_worthwhile = choice is not None or saved_bytes >= WORTHWHILE_BYTES * len(found)
     return tuple(sorted(found)) if is_worthwhile and jax.process_index() in found else ()
 

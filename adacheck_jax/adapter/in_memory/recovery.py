@@ -11,7 +11,6 @@ import numpy as np
 from adacheck_jax.adapter import inputs, processes
 from adacheck_jax.adapter.arguments import Source
 from adacheck_jax.adapter.coordination.calls import Calls
-from adacheck_jax.device.sharding import holders_of
 from adacheck_jax.device.trees import PyTree
 from adacheck_jax.format.boxes import Blocks, Box, batches, cuts_of
 from adacheck_jax.memory.files import step_file
@@ -142,8 +141,7 @@ def _users(leaf: Any, boxes: Mapping[Box, int]) -> Mapping[Box, Sequence[int]]:
     """The processes that need elements of each box."""
     if not isinstance(leaf, jax.ShapeDtypeStruct):
         return dict.fromkeys(boxes, (*range(jax.process_count()),))
-    held = holders_of(leaf.sharding, leaf.shape)
-    needed = {box: {each.process for each in devices} for box, devices in held.items()}
+    needed = shared_reads.needed_by(leaf.sharding, leaf.shape)
     return users_of(needed, leaf.shape, cuts_of(boxes, leaf.shape))
 
 
