@@ -339,8 +339,8 @@ def compiled_programs() -> Iterator[list[str]]:
 
 def write_volume(directory: Any, pieces: Any, file_bytes: int | None = None) -> dict[str, str]:
     """Writes a volume of a base, and gives the names of arrays that equal another one."""
-    volume = volumes.Volume(pieces)
-    volume.write(directory, file_bytes)
+    volume = volumes.Volume(pieces, directory.name, 2)
+    volume.write(directory.parent, file_bytes)
     return volume.aliases
 
 

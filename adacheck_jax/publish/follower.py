@@ -270,19 +270,12 @@ class Follower:
                     f"{self._root}: expected an update by deltas, found that the last one began "
                     "with a base. Take all params."
                 )
-            return changed_words(self._weights, self._changes)
-
-
-def changed_words(
-    weights: Weights, changes: list[WeightChange]
-) -> dict[str, tuple[np.ndarray, np.ndarray]]:
-    """Places of words that changed, and the words that are there now, by leaf path."""
-    found = {}
-    for index, places in sorted(weights.changed(changes).items()):
-        positions = np.unique(np.concatenate(places))
-        path = weights.leaves.leaves[index].path
-        found[path] = positions, weights.words_of(index)[positions]
-    return found
+            found = {}
+            for index, places in sorted(self._weights.changed(self._changes).items()):
+                positions = np.unique(np.concatenate(places))
+                path = self._weights.leaves.leaves[index].path
+                found[path] = positions, self._weights.words_of(index)[positions]
+            return found
 
 
 class _Targets:
@@ -298,7 +291,6 @@ class _Targets:
 
     def __init__(self, abstract_params: Any) -> None:
         named, self._treedef = trees.flatten(abstract_params)
-        self._order = [*named]
         self.wanted = {path: _abstract(path, leaf) for path, leaf in named.items()}
 
     def check(self, leaves: Leaves, where: object) -> None:
@@ -341,7 +333,7 @@ class _Targets:
         Args:
             leaves: arrays by leaf path.
         """
-        return trees.unflatten(self._treedef, [leaves[path] for path in self._order])
+        return trees.unflatten(self._treedef, [leaves[path] for path in self.wanted])
 
 
 def _abstract(path: str, leaf: Any) -> jax.ShapeDtypeStruct:

@@ -220,12 +220,10 @@ class VersionReader:
 
 
 def _last_step(route: Route) -> str:
-    is_base = route.base is not None and not route.deltas
-    return _base_key(route.base) if is_base else route.end.checksum
+    return route.end.checksum if route.base is None or route.deltas else _base_key(route.base)
 
 
-def _base_key(base: Base | None) -> str:
-    assert base is not None
+def _base_key(base: Base) -> str:
     return f"base {base.sequence} {base.of}"
 
 

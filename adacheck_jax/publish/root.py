@@ -190,11 +190,10 @@ class Root:
         self.top.sync()
         return record
 
-    def delete(self, *places: Location) -> None:
-        """Deletes values and folders, which another publisher may be deleting at the same time."""
-        for each in places:
-            with contextlib.suppress(FileNotFoundError):
-                each.delete()
+    def delete(self, place: Location) -> None:
+        """Deletes a value or a folder, which another publisher may be deleting at the same time."""
+        with contextlib.suppress(FileNotFoundError):
+            place.delete()
 
     def clear_temporary(self) -> None:
         """Deletes what killed writes left; of claims nothing, since others may be making some."""

@@ -15,7 +15,6 @@ import jax
 import numpy as np
 
 from adacheck_jax.device import transfer
-from adacheck_jax.device.sharding import holders_of
 from adacheck_jax.format.boxes import Box, Cuts, batches
 from adacheck_jax.restore import shared_reads
 from adacheck_jax.restore.agreed import ALONE, Agreed
@@ -68,8 +67,8 @@ class ReadRequest:
         if self.sharding is None:
             return math.prod(self.shape) * self.itemsize_bytes
         sizes: dict[int, int] = {}
-        for box, devices in holders_of(self.sharding, self.shape).items():
-            for process in {each.process for each in devices}:
+        for box, needing in shared_reads.needed_by(self.sharding, self.shape).items():
+            for process in needing:
                 sizes[process] = sizes.get(process, 0) + box.size
         return max(sizes.values()) * self.itemsize_bytes
 
@@ -101,12 +100,9 @@ def read(
     """
     targets = [(each.shape, each.itemsize_bytes, each.sharding) for each in requests]
     members = shared_reads.members(targets, read_once, directory)
-    arrays = _Arrays(directory, requests)
     with agreed() if members else ALONE():
-        arrays.open(is_shared=bool(members))
-    together = SharedReads(members, directory, arrays.plans) if members else None
-    if together is not None:
-        together.agree(None)
+        arrays = _Arrays(directory, requests, is_shared=bool(members))
+    together = SharedReads(members, directory, arrays.plans)
     result: list[Any] = []
     numbers = range(len(arrays.batches))
     reading = [arrays.begin(number) for number in numbers[:_READ_AHEAD]]
@@ -125,7 +121,7 @@ _Parts = dict[int, list[tuple[Box, np.ndarray]]]
 
 
 class _Arrays:
-    """The arrays of one read, in batches.
+    """The arrays of one read, opened, and a plan who reads what of each batch.
 
     Attributes:
         batches: positions of the arrays of each batch.
@@ -133,18 +129,12 @@ class _Arrays:
         plans: exchanges of each batch.
     """
 
-    def __init__(self, directory: AnyPath, requests: Sequence[ReadRequest]) -> None:
-        self._directory, self._requests = directory, requests
-        self._stores: list[Any] = []
+    def __init__(
+        self, directory: AnyPath, requests: Sequence[ReadRequest], *, is_shared: bool
+    ) -> None:
+        self._requests = requests
+        self._stores: list[Any] = volume_reader.opened(directory, [x.name for x in requests])
         self._shared: dict[int, list[SharedPart]] = {}
-        self.sizes_bytes: list[int] = []
-        self.batches: list[range] = []
-        self.plans: list[tuple[ShareExchange, ...]] = []
-
-    def open(self, *, is_shared: bool) -> None:
-        """Open the arrays, and plan who reads what of each batch; chunks are known only then."""
-        requests = self._requests
-        self._stores = volume_reader.opened(self._directory, [each.name for each in requests])
         sizes_bytes = self.sizes_bytes = [each.nbytes for each in requests]
         for i, each in enumerate(requests if is_shared else ()):
             parts = self._shared[i] = shared_reads.shared_parts(
@@ -153,7 +143,7 @@ class _Arrays:
             # Held whole, also where a piece is needed.
             sizes_bytes[i] = max(sizes_bytes[i], sum(part.nbytes for part in parts))
         self.batches = [*batches(sizes_bytes, _BATCH_BYTES)]
-        self.plans = [
+        self.plans: list[tuple[ShareExchange, ...]] = [
             shared_reads.plan(part for i in batch for part in self._shared.get(i, ()))
             for batch in self.batches
         ]
@@ -161,8 +151,7 @@ class _Arrays:
     def _cuts(self, position: int) -> Cuts:
         """Cut points between the chunks of an array."""
         chunk_shape = self._stores[position].chunk_layout.read_chunk.shape or ()
-        chunks = zip(self._requests[position].shape, chunk_shape, strict=True)
-        return tuple((*range(0, length, step or 1), length) for length, step in chunks)
+        return volume_reader.chunk_cuts(self._requests[position].shape, chunk_shape)
 
     def begin(self, number: int) -> tuple[_Parts, OwnShare]:
         """Begin to read a batch: what this process needs alone, and its share of the rest."""
@@ -191,14 +180,11 @@ class _Arrays:
         return parts, shared_reads.begin(self.plans[number], dtypes, read)
 
     def placed(
-        self, number: int, parts: _Parts, share: OwnShare, together: SharedReads | None
+        self, number: int, parts: _Parts, share: OwnShare, together: SharedReads
     ) -> list[Any]:
         """Arrays of a batch, once all of it is read; collective if processes read together."""
-        if together is not None:
-            for (i, box), data in together.finish(share).items():
-                parts[i].append((box, data))
-        elif failure := share.wait():
-            raise failure
+        for (i, box), data in together.finish(share).items():
+            parts[i].append((box, data))
         batch = self.batches[number]
         result = {i: parts[i][0][1] for i in batch if self._requests[i].sharding is None}
         on_devices = [i for i in batch if i not in result]

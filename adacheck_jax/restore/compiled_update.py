@@ -170,9 +170,7 @@ def _load(
     try:
         data = at(path).read()
     except OSError as error:
-        if refused := unreadable(path, error):
-            raise refused from error
-        raise FormatError(
+        raise unreadable(path, error) or FormatError(
             f"{path}: expected the exported update of the base for this platform, found none "
             f"({error.strerror}); the base has it for {', '.join(update.programs)}. Restore on one "
             "of these, or restore a base step."

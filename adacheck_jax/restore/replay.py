@@ -13,12 +13,12 @@ from typing import Any
 import jax
 
 from adacheck_jax.errors import FormatError, IntegrityError
-from adacheck_jax.format.manifest import BaseManifest, Delta, Update
+from adacheck_jax.format.manifest import BaseManifest, Delta, Leaf, Update
 from adacheck_jax.restore import check
 from adacheck_jax.restore.agreed import ALONE, Agreed
 from adacheck_jax.restore.compiled_update import CompiledUpdates, Shardings
 from adacheck_jax.restore.deltas.delta_reader import DeltaReader, readers_of
-from adacheck_jax.restore.deltas.patches import Patches, StoredLeaves
+from adacheck_jax.restore.deltas.patches import Patches, StoredLeaves, put_in_place
 from adacheck_jax.restore.deltas.records import Consumed, Records
 from adacheck_jax.restore.progress import Progress
 from adacheck_jax.restore.shared_reads import ReadOnce
@@ -66,38 +66,27 @@ def replay_onto(
         if count := lineage.replayed_count:
             steps = lineage.base.step, lineage.end.step
             _log.info("Replaying %d updates onto the base of step %d, for step %d.", count, *steps)
-    specs, update, shardings = lineage.base.leaves, lineage.base.update, {}
-    has_updates = any(reader.delta.has_update for reader in readers)
-    if has_updates and update is not None and update.programs:
-        shardings = replay_shardings(leaves, update)
-    elif has_updates:
+    specs, update, where = lineage.base.leaves, lineage.base.update, lineage.base_directory
+    if not any(reader.delta.has_update for reader in readers):
+        return put_in_place(leaves, specs, readers)
+    if update is None or not update.programs:
         raise FormatError(
-            f"{lineage.base_directory}: expected the base of a delta to hold an update "
-            "program, found none. Restore a base step."
+            f"{where}: expected the base of a delta to hold an update program, found none. "
+            "Restore a base step."
         )
-    working = WorkingSet(leaves, shardings)
-    patches = Patches(working, specs)
-    if has_updates and update is not None:
-        where = lineage.base_directory
-        args = specs, update, readers, shardings, read_once, where
-        records = Records(*args, checked=checked, agreed=agreed)
-        if not (records.are_shared or _may_exchange(shardings)):
-            agreed = ALONE  # but at the end, where the caller has it
-        with (
-            Progress(f"restoring step {lineage.end.step}") as told,
-            records.read_ahead() as consumed,
-        ):
-            with agreed():
-                program = programs.get(lineage, update, shardings, told)
-            replay = Replay(update, program, working, patches, shardings, told, agreed)
-            replay.run(readers, consumed)
-            if agreed is not ALONE:  # on CPU devices the caller's next collective may overtake
-                jax.block_until_ready(working.leaves)
-    else:
-        for reader in readers:
-            patches.add(reader)
-    patches.apply(range(len(specs)))
-    return working.leaves
+    shardings = replay_shardings(leaves, update)
+    args = specs, update, readers, shardings, read_once, where
+    records = Records(*args, checked=checked, agreed=agreed)
+    if not (records.are_shared or _may_exchange(shardings)):
+        agreed = ALONE  # but at the end, where the caller has it
+    with Progress(f"restoring step {lineage.end.step}") as told, records.read_ahead() as consumed:
+        with agreed():
+            program = programs.get(lineage, update, shardings, told)
+        replay = Replay(leaves, specs, update, program, shardings, told, agreed)
+        result = replay.run(readers, consumed)
+        if agreed is not ALONE:  # on CPU devices the caller's next collective may overtake
+            jax.block_until_ready(result)
+        return result
 
 
 def check_stored(lineage: Lineage) -> None:
@@ -157,28 +146,29 @@ def _is_exact(leaves: Sequence[Any], step: BaseManifest | Delta, rounded: Collec
 
 
 class Replay:
-    """Updates replayed one after another by one compiled program."""
+    """Updates replayed one after another onto some leaves, by one compiled program."""
 
     def __init__(
         self,
+        leaves: Sequence[Any],
+        specs: Sequence[Leaf],
         update: Update,
         program: UpdateFunction,
-        working: WorkingSet,
-        patches: Patches,
         shardings: Shardings,
         progress: Progress,
         agreed: Agreed = ALONE,
     ) -> None:
         self._update, self._program, self._progress = update, program, progress
         self._agreed = agreed
-        self._working, self._patches = working, patches
+        self._working = WorkingSet(leaves, shardings)
+        self._patches = Patches(self._working, specs)
         self._shardings = [*shardings.values()]
         self._passed = frozenset(update.passed)
         self._switches: dict[tuple[int, ...], jax.Array] = {}
         self._take()
 
-    def run(self, readers: Sequence[StoredLeaves], consumed: Iterator[Consumed]) -> None:
-        """Replay deltas, and put all leaves back."""
+    def run(self, readers: Sequence[StoredLeaves], consumed: Iterator[Consumed]) -> list[Any]:
+        """Replay deltas, and give all leaves as they are then; once."""
         sizes = [sum(p.raw_bytes + p.compressed_bytes for p in x.delta.packs) for x in readers]
         for done, reader in enumerate(readers):
             what = f"replayed {done} of {len(readers)} deltas, "
@@ -192,6 +182,8 @@ class Replay:
                     if index in reader.delta.stored:
                         self._patches.replace(index, array)
         self._put_back()
+        self._patches.apply(range(len(self._working.leaves)))
+        return self._working.leaves
 
     def _replay(self, reader: StoredLeaves, consumed: Iterator[Consumed]) -> Consumed:
         with self._agreed():

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import hashlib
 import math
+from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -84,6 +85,12 @@ class ShareExchange:
     row_bytes: int
 
 
+def needed_by(sharding: jax.sharding.Sharding, shape: Sequence[int]) -> dict[Box, set[int]]:
+    """The processes that hold each box of an array."""
+    held = holders_of(sharding, tuple(shape))
+    return {box: {each.process for each in devices} for box, devices in held.items()}
+
+
 def users_of(
     needed: Mapping[Box, Iterable[int]], shape: Sequence[int], stored: Cuts
 ) -> dict[Box, tuple[int, ...]]:
@@ -121,27 +128,37 @@ def plan(shared: Iterable[SharedPart]) -> tuple[ShareExchange, ...]:
     """Choose who reads what: near-equal bytes for each holder, in contiguous runs.
 
     Runs, since parts that follow one another may lie in one stored chunk, which is read whole.
+    """
+    parts, dealt = [*shared], list[tuple[SharedPart, int]]()
+    total_bytes, done_bytes = Counter[tuple[int, ...]](), Counter[tuple[int, ...]]()
+    for part in parts:
+        total_bytes[part.holders] += part.nbytes
+    for part in parts:
+        holders, count = part.holders, len(part.holders)
+        middle_bytes = done_bytes[holders] + part.nbytes // 2
+        reader = min(middle_bytes * count // max(1, total_bytes[holders]), count - 1)
+        done_bytes[holders] += part.nbytes
+        dealt.append((part, reader))
+    return exchanges(dealt)
+
+
+def exchanges(dealt: Iterable[tuple[SharedPart, int]]) -> tuple[ShareExchange, ...]:
+    """Exchanges of parts, each read by the process at a position among its holders.
 
     Returns:
         One exchange for each set of holders, in an order that is the same in every process.
     """
-    groups: dict[tuple[int, ...], list[SharedPart]] = {}
-    for each in shared:
-        groups.setdefault(each.holders, []).append(each)
-    return tuple(_exchange(holders, groups[holders]) for holders in sorted(groups))
-
-
-def _exchange(holders: tuple[int, ...], parts: Sequence[SharedPart]) -> ShareExchange:
-    total_bytes, done_bytes = sum(part.nbytes for part in parts), 0
-    ends = [0] * len(holders)
-    pieces = []
-    for part in parts:
-        middle_bytes = done_bytes + part.nbytes // 2
-        reader = min(middle_bytes * len(holders) // max(1, total_bytes), len(holders) - 1)
-        done_bytes += part.nbytes
-        pieces.append(SharePiece(part, reader, ends[reader]))
-        ends[reader] += -(-part.nbytes // _ALIGNMENT_BYTES) * _ALIGNMENT_BYTES
-    return ShareExchange(holders, tuple(pieces), max(ends))
+    groups: dict[tuple[int, ...], list[tuple[SharedPart, int]]] = {}
+    for part, reader in dealt:
+        groups.setdefault(part.holders, []).append((part, reader))
+    made = []
+    for holders, parts in sorted(groups.items()):
+        ends, pieces = [0] * len(holders), list[SharePiece]()
+        for part, reader in parts:
+            pieces.append(SharePiece(part, reader, ends[reader]))
+            ends[reader] += -(-part.nbytes // _ALIGNMENT_BYTES) * _ALIGNMENT_BYTES
+        made.append(ShareExchange(holders, tuple(pieces), max(ends)))
+    return tuple(made)
 
 
 def shared_parts(
@@ -154,10 +171,7 @@ def shared_parts(
     """The stored parts of an array that devices of several processes need."""
     if sharding is None or sharding.is_fully_addressable or not math.prod(shape):
         return []
-    needed = {
-        box: {each.process for each in devices}
-        for box, devices in holders_of(sharding, shape).items()
-    }
+    needed = needed_by(sharding, shape)
     return [
         SharedPart(array, box, users, box.size * itemsize_bytes)
         for box, users in users_of(needed, shape, cuts).items()
@@ -204,15 +218,25 @@ def members(
         if sharding is None or len(processes) < 2:
             continue
         found |= {*processes}
-        for box, devices in holders_of(sharding, shape).items():
-            again = len({each.process for each in devices}) - 1
-            saved_bytes += times * again * box.size * itemsize_bytes
+        for box, needing in needed_by(sharding, shape).items():
+            saved_bytes += times * (len(needing) - 1) * box.size * itemsize_bytes
     is_worthwhile = choice is not None or saved_bytes >= WORTHWHILE_BYTES * len(found)
     return tuple(sorted(found)) if is_worthwhile and jax.process_index() in found else ()
 
 
 class SharedReads:
-    """Reads that processes share, batch by batch."""
+    """Reads that processes share, batch by batch; or those of one that reads for itself.
+
+    Collective: all processes make one, and compare what they are going to read.
+
+    Args:
+        members: the processes that read together; none if this one reads for itself.
+        where: directory that is read from.
+        batches: the exchanges of each batch.
+
+    Raises:
+        AdaCheckError: as from :meth:`finish`.
+    """
 
     def __init__(
         self, members: tuple[int, ...], where: AnyPath, batches: Sequence[Sequence[ShareExchange]]
@@ -221,6 +245,7 @@ class SharedReads:
         self._where = where
         text = repr([*batches]).encode()
         self._digest = np.frombuffer(hashlib.sha256(text).digest(), np.uint8)
+        self._agree(None)
 
     def finish(self, share: OwnShare) -> Blocks:
         """Exchange what each process read of one batch. Collective; in the order of the batches.
@@ -229,9 +254,12 @@ class SharedReads:
             Elements of each shared part that this process needs.
 
         Raises:
-            AdaCheckError: as from :meth:`agree`; or what stopped this process from reading.
+            IntegrityError: another process found damage.
+            StorageError: another process cannot read now what may be whole.
+            MismatchError: another process reads something else.
+            Exception: an error that stopped this process from reading.
         """
-        self.agree(share.wait())
+        self._agree(share.wait())
         found: Blocks = {}
         for each, row in zip(share.exchanges, share.rows, strict=True):
             rows = exchange.gather(row, each.holders)
@@ -240,24 +268,15 @@ class SharedReads:
                 found[piece.part.array, piece.part.box] = elements
         return found
 
-    def agree(self, failure: Exception | None) -> None:
-        """Tell the others of a failure, or hear of theirs. Collective.
-
-        Args:
-            failure: error of this process, which is raised again; None for none.
-
-        Raises:
-            IntegrityError: another process found damage.
-            StorageError: another process cannot read now what may be whole.
-            MismatchError: another process reads something else.
-        """
+    def _agree(self, failure: Exception | None) -> None:
+        """Tell the others of a failure, which is raised again, or hear of theirs."""
         status = _DONE
         if failure is not None:
             cannot_now = isinstance(failure, MemoryError | StorageError)
             cannot_now = cannot_now or unreadable(self._where, failure) is not None
             status = _UNREADABLE if cannot_now else _DAMAGED
         row = np.concatenate([np.array([status], np.uint8), self._digest])
-        told = exchange.gather(row, self._members)[:, : row.size]
+        told = exchange.gather(row, self._members)[:, : row.size] if self._members else ()
         if failure is not None:
             raise failure
         for process, each in zip(self._members, told, strict=True):

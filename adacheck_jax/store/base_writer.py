@@ -12,7 +12,7 @@ import numpy as np
 from adacheck_jax.format.boxes import Blocks
 from adacheck_jax.format.manifest import Leaf
 from adacheck_jax.store import sharing, volumes
-from adacheck_jax.store.sharing import Agree, OwnVolume, Report
+from adacheck_jax.store.sharing import Agree, Report
 from adacheck_jax.store.steps import folders
 from adacheck_jax.store.steps.lineage import Lineage
 from adacheck_jax.store.storage.location import AnyPath, at
@@ -102,8 +102,7 @@ class BaseWriter:
         own = {i: piece for i in self.blocks if (piece := self._piece(i, layout)) is not None}
         places = {leaf.path: i for i, leaf in enumerate(self.leaves)}
         index = {each.name: places[path] for path, each in layout.names.items()}
-        kept: dict[str, str] = {}
-        still = self.still
+        kept, still = dict[str, str](), self.still
         if self.earlier is not None:
             leaves = self.earlier.lineage.base.leaves
             before = {leaf: self.earlier.sums.get(i) for i, leaf in enumerate(leaves)}
@@ -111,34 +110,18 @@ class BaseWriter:
             still = still.union(same)
             earlier = _volumes_of(self.earlier.lineage, process)
             kept = volumes.keep(earlier, [own[i] for i in same], directory / folders.KEPT)
-        # Arrays that do not change get a volume of their own, so that a later base finds all of it
-        # worth keeping.
-        chosen: dict[tuple[int, str], list[volumes.ArrayPiece]] = {}
-        for i, piece in own.items():
-            place = (2, f"{folders.BASE}/{process}")
-            if piece.name in kept:
-                place = (0, f"{folders.KEPT}/{kept[piece.name]}")
-            elif i in still:
-                place = (1, f"{folders.BASE}/{process}{folders.STILL}")
-            chosen.setdefault(place, []).append(piece)
-        offers = [OwnVolume(path, volumes.Volume(x), rank) for (rank, path), x in chosen.items()]
-        lent, written = sharing.share(offers, agree), [each for each in offers if each.rank]
+        every = _volumes(process, own, kept, still)
+        lent, written = sharing.share(every, agree), [each for each in every if each.rank]
         for each in written:
-            each.volume.write(directory / each.path, layout.file_bytes)
+            each.write(directory, layout.file_bytes)
         unread = (each for each in lent if not each[0].startswith(folders.KEPT))
         sharing.check(directory, {place: lent[place] for place in unread})
+        aliases = [pair for each in written for pair in each.aliases.items()]
         return {
-            "volumes": {
-                path: None if rank else [piece.name for piece in x]
-                for (rank, path), x in chosen.items()
-            },
-            "aliases": [
-                (index[name], index[other])
-                for each in written
-                for name, other in each.volume.aliases.items()
-            ],
+            "volumes": {each.path: None if each.rank else each.names for each in every},
+            "aliases": [(index[name], index[other]) for name, other in aliases],
             "kept": [(index[name], _step_of(volume)) for name, volume in kept.items()],
-            "borrowed": [pair for each in written for pair in each.volume.borrowed],
+            "borrowed": [pair for each in written for pair in each.borrowed],
             "lent": [*lent],
         }
 
@@ -188,6 +171,28 @@ def agreed(
         if len(values) == 1 and None not in values:
             pairs.append((i, values.pop()))
     return tuple(pairs)
+
+
+def _volumes(
+    process: int,
+    pieces: Mapping[int, volumes.ArrayPiece],
+    kept: Mapping[str, str],
+    still: Collection[int],
+) -> list[volumes.Volume]:
+    """The volumes of one process's pieces, by leaf index: kept ones and those to be written.
+
+    Arrays that do not change get a volume of their own, so that a later base finds all of it worth
+    keeping.
+    """
+    chosen: dict[tuple[str, int], list[volumes.ArrayPiece]] = {}
+    for i, piece in pieces.items():
+        place = (f"{folders.BASE}/{process}", 2)
+        if piece.name in kept:
+            place = (f"{folders.KEPT}/{kept[piece.name]}", 0)
+        elif i in still:
+            place = (f"{folders.BASE}/{process}{folders.STILL}", 1)
+        chosen.setdefault(place, []).append(piece)
+    return [volumes.Volume(own, *place) for place, own in chosen.items()]
 
 
 def _volumes_of(lineage: Lineage, process: int) -> list[tuple[str, AnyPath]]:

@@ -190,11 +190,11 @@ def _files_of(entry: LineageStep) -> Iterator[tuple[str, str]]:
     if isinstance(entry.manifest, DeltaManifest):
         # What an interrupted compaction left there is not among them.
         begins = (manifest_file.NAME, f"{DELTA}.")
-        files = ((n, k) for n, k in _below(linked.parent, "", deep=False) if n.startswith(begins))
+        files = ((n, k) for n, k in _below(linked.parent, deep=False) if n.startswith(begins))
     for name, key in files:
         yield f"{start_of(entry)}{name}", key
     if isinstance(entry.manifest, DeltaManifest):
-        yield from _below(linked, "")
+        yield from _below(linked)
 
 
 def base_files(item_directory: AnyPath) -> Iterator[tuple[str, str]]:
@@ -206,20 +206,14 @@ def base_files(item_directory: AnyPath) -> Iterator[tuple[str, str]]:
     Raises:
         FileNotFoundError: the step is being deleted.
     """
-    item, ours = at(item_directory), manifest_file.DIRECTORY
-    yield from _below(item, "", deep=False)
-    for name in item.folders():
-        if name != ours:
-            yield from _below(item / name, f"{name}/")
-    for name, key in _below(item / ours, "", deep=False):
-        if not name.startswith((f"{DELTA}.", OWN_TREE_METADATA)):
-            yield f"{ours}/{name}", key
-    for name in (item / ours).folders():
-        if f"{ours}/{name}" != LINEAGE:
-            yield from _below(item / ours / name, f"{ours}/{name}/")
+    ours = manifest_file.DIRECTORY
+    of_delta = (f"{LINEAGE}/", f"{ours}/{DELTA}.", f"{ours}/{OWN_TREE_METADATA}")
+    for name, key in _below(at(item_directory)):
+        if not name.startswith(of_delta):
+            yield name, key
 
 
-def _below(folder: Location, start: str, *, deep: bool = True) -> Iterator[tuple[str, str]]:
+def _below(folder: Location, *, deep: bool = True) -> Iterator[tuple[str, str]]:
     # Keys, not locations: a save lists every file of its lineage.
     for key in folder.storage.list(folder.key, deep=deep):
-        yield f"{start}{key.removeprefix(folder.key).lstrip('/')}", key
+        yield key.removeprefix(folder.key).lstrip("/"), key

@@ -12,7 +12,6 @@ import hashlib
 import zlib
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -37,31 +36,15 @@ _SAMPLE = 64
 """Number of elements that are looked at."""
 
 
-@dataclass(frozen=True, slots=True)
-class OwnVolume:
-    """A volume of this process, and how likely others are to refer to it.
-
-    Attributes:
-        path: its path relative to the item directory.
-        volume: its chunks.
-        rank: 0 if it is there already, 1 if a later base will likely use it again, else 2: of equal
-            chunks that of the lowest rank is stored.
-    """
-
-    path: str
-    volume: Volume
-    rank: int
-
-
-def share(offers: Sequence[OwnVolume], agree: Agree) -> dict[Place, tuple[Chunk, str]]:
+def share(volumes: Sequence[Volume], agree: Agree) -> dict[Place, tuple[Chunk, str]]:
     """Finds chunks that equal one of another volume, and notes where they are stored.
 
-    All processes call this.
+    All processes call this, each with its volumes.
 
     Returns:
         The chunks that this process is to write for other volumes, with their digests.
     """
-    chunks = [[x for x in each.volume.distinct if x.data.nbytes >= _MIN_BYTES] for each in offers]
+    chunks = [[x for x in each.distinct if x.data.nbytes >= _MIN_BYTES] for each in volumes]
     samples = [[_sample(chunk) for chunk in each] for each in chunks]
     alike = frozenset(agree(SAMPLES, {"samples": samples}, _alike)["alike"])
     if not alike:
@@ -71,18 +54,18 @@ def share(offers: Sequence[OwnVolume], agree: Agree) -> dict[Place, tuple[Chunk,
         for each in zip(chunks, samples, strict=True)
     ]
     told = [
-        (offer.rank, digest, (offer.path, chunk.piece.name, chunk.key))
-        for offer, each in zip(offers, held, strict=True)
+        (volume.rank, digest, (volume.path, chunk.piece.name, chunk.key))
+        for volume, each in zip(volumes, held, strict=True)
         for digest, chunk in each.items()
     ]
     stored = agree(DIGESTS, {"held": told}, _stored)["stored"]
     lent: dict[Place, tuple[Chunk, str]] = {}
-    for offer, each in zip(offers, held, strict=True):
+    for volume, each in zip(volumes, held, strict=True):
         for digest in each.keys() & stored.keys():
             place, chunk = _place(stored[digest]), each[digest]
-            if place[0] == offer.path:
+            if place[0] == volume.path:
                 lent[place] = chunk, digest
-            elif offer.rank:
+            elif volume.rank:
                 chunk.elsewhere = place
     return lent
 

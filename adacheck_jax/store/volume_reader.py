@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import errno
-import itertools
 import json
 import math
 from collections.abc import Iterator, Sequence
@@ -16,7 +15,7 @@ import tensorstore as ts
 
 from adacheck_jax.errors import first_line
 from adacheck_jax.format import fingerprint
-from adacheck_jax.format.boxes import Box
+from adacheck_jax.format.boxes import Box, Cuts, grid
 from adacheck_jax.format.byte_loops import fingerprint_of
 from adacheck_jax.store import zarr
 from adacheck_jax.store.storage.location import AnyPath
@@ -106,6 +105,12 @@ def opened(directory: AnyPath, names: Sequence[str]) -> list[ts.TensorStore]:
     return [each.result() for each in opening]
 
 
+def chunk_cuts(shape: Sequence[int], chunk_shape: Sequence[int]) -> Cuts:
+    """Cut points between the chunks of an array."""
+    chunks = zip(shape, chunk_shape, strict=True)
+    return tuple((*range(0, length, step or 1), length) for length, step in chunks)
+
+
 def _opened(database: ts.KvStore, name: str) -> tuple[ts.TensorStore, list[int]]:
     """An array, and the shape of its chunks."""
     store = zarr.array_in(database, name, open=True, read=True).result()
@@ -126,11 +131,8 @@ def pieces(database: ts.KvStore, name: str) -> Iterator[tuple[Box, np.ndarray]]:
         room = _PIECE_BYTES // max(1, math.prod(step) * itemsize_bytes)
         count = -(-store.shape[axis] // step[axis])
         step[axis] *= max(1, min(room, count))
-    corners = itertools.product(*map(range, itertools.repeat(0), store.shape, step))
     waiting: list[tuple[Box, Any]] = []
-    for corner in corners:
-        stop = tuple(min(n, a + m) for n, a, m in zip(store.shape, corner, step, strict=True))
-        box = Box(corner, stop)
+    for box in grid(chunk_cuts(store.shape, step)):
         waiting.append((box, store[(*box.slices, ...)].read()))
         if len(waiting) > _READ_AHEAD:
             first, data = waiting.pop(0)

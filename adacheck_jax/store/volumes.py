@@ -123,9 +123,17 @@ class Volume:
 
     Args:
         pieces: one piece an array; no name twice, no piece without a block.
+
+    Attributes:
+        path: its path relative to the item directory.
+        rank: 0 if it is there already, 1 if a later base will likely use it again, else 2: of equal
+            chunks of several volumes that of the lowest rank is stored.
+        names: names of its arrays.
     """
 
-    def __init__(self, pieces: Sequence[ArrayPiece]) -> None:
+    def __init__(self, pieces: Sequence[ArrayPiece], path: str, rank: int) -> None:
+        self.path, self.rank = path, rank
+        self.names = [piece.name for piece in pieces]
         self._chunks = [[*_chunks(piece)] for piece in pieces]
         every = self._every
         firsts = equality.firsts([each.data for each in every], [each.kind for each in every])
@@ -158,15 +166,15 @@ class Volume:
                 found[name] = other
         return found
 
-    def write(self, directory: AnyPath, file_bytes: int | None = None) -> None:
+    def write(self, item_directory: AnyPath, file_bytes: int | None = None) -> None:
         """Writes the volume durably, but for what is stored in another one.
 
         Args:
-            directory: directory of the OCDBT database; made if absent.
+            item_directory: directory of the base.
             file_bytes: size in bytes at which a data file is full, 0 for no limit, None for OCDBT's
                 own limit. A chunk is not cut.
         """
-        database = zarr.database_in(directory, file_bytes)
+        database = zarr.database_in(item_directory / self.path, file_bytes)
         sizes = [sum(x.data.nbytes for x in own if x.is_written) for own in self._chunks]
         for batch in batches(sizes, _TRANSACTION_BYTES):
             with ts.Transaction(atomic=False) as transaction:

@@ -191,7 +191,6 @@ def test_one_process_alone_shares_nothing(saved, monkeypatch):
     def refuse(*_):
         raise AssertionError("one process has nobody to share with")
 
-    monkeypatch.setattr(shared_reads, "SharedReads", refuse)
     monkeypatch.setattr(exchange, "gather", refuse)
     with ocp.CheckpointManager(saved / "run", item_handlers=adacheck.AdaCheckHandler()) as manager:
         _, target = saved_run()

@@ -264,7 +264,7 @@ def test_chunks_at_an_edge_and_of_other_types_are_not_taken_for_equal():
         dataclasses.replace(whole, blocks={box: block.view(np.int32)}),
         dataclasses.replace(whole, codec="zstd"),
     ]
-    kinds = [volumes.Volume([each]).distinct[0].kind for each in [whole, *others]]
+    kinds = [volumes.Volume([each], "base/0", 2).distinct[0].kind for each in [whole, *others]]
     assert len({*map(repr, kinds)}) == 4
 
 

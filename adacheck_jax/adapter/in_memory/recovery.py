@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -12,7 +11,6 @@ import numpy as np
 from adacheck_jax.adapter import inputs, processes
 from adacheck_jax.adapter.arguments import Source
 from adacheck_jax.adapter.coordination.calls import Calls
-from adacheck_jax.device.sharding import holders_of
 from adacheck_jax.device.trees import PyTree
 from adacheck_jax.format.boxes import Blocks, Box, batches, cuts_of
 from adacheck_jax.memory.files import step_file
@@ -22,8 +20,6 @@ from adacheck_jax.restore import shared_reads
 from adacheck_jax.restore.shared_reads import (
     SharedPart,
     SharedReads,
-    ShareExchange,
-    SharePiece,
     put_together,
     users_of,
 )
@@ -119,9 +115,9 @@ class RecoveringProcesses:
                 if others := {*users[box]} - {giver}:
                     holders = tuple(sorted({giver, *others}))
                     nbytes = box.size * abstract[i].dtype.itemsize
-                    pieces.append((SharedPart(i, box, holders, nbytes), giver))
+                    pieces.append((SharedPart(i, box, holders, nbytes), holders.index(giver)))
         groups = batches([part.nbytes for part, _ in pieces], _BATCH_BYTES)
-        exchanges = [_exchanges(pieces[each.start : each.stop]) for each in groups]
+        exchanges = [shared_reads.exchanges(pieces[each.start : each.stop]) for each in groups]
         if not exchanges:
             return lambda i, box: put_together(box, parts[i])
         dtypes = {i: np.dtype(leaf.dtype) for i, leaf in enumerate(abstract)}
@@ -145,25 +141,8 @@ def _users(leaf: Any, boxes: Mapping[Box, int]) -> Mapping[Box, Sequence[int]]:
     """The processes that need elements of each box."""
     if not isinstance(leaf, jax.ShapeDtypeStruct):
         return dict.fromkeys(boxes, (*range(jax.process_count()),))
-    held = holders_of(leaf.sharding, leaf.shape)
-    needed = {box: {each.process for each in devices} for box, devices in held.items()}
+    needed = shared_reads.needed_by(leaf.sharding, leaf.shape)
     return users_of(needed, leaf.shape, cuts_of(boxes, leaf.shape))
-
-
-def _exchanges(pieces: Sequence[tuple[SharedPart, int]]) -> list[ShareExchange]:
-    """One exchange for each set of processes, in the same order in all of them."""
-    groups: dict[tuple[int, ...], list[tuple[SharedPart, int]]] = {}
-    for part, giver in pieces:
-        groups.setdefault(part.holders, []).append((part, giver))
-    made = []
-    for holders, parts in sorted(groups.items()):
-        ends, placed = [0] * len(holders), list[SharePiece]()
-        for part, giver in parts:
-            reader = holders.index(giver)
-            placed.append(SharePiece(part, reader, ends[reader]))
-            ends[reader] += math.ceil(part.nbytes / 64) * 64
-        made.append(ShareExchange(holders, tuple(placed), max(ends)))
-    return made
 
 
 def found_files(directory: str, root: str, item: str | None) -> list[FoundFile]:

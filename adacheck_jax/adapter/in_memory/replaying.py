@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import jax
@@ -12,33 +11,17 @@ import numpy as np
 
 from adacheck_jax.device import transfer
 from adacheck_jax.format.boxes import Box
-from adacheck_jax.format.manifest import Leaf, Update
+from adacheck_jax.format.manifest import Delta, Leaf, Update
 from adacheck_jax.memory.files.step_file import Recorded
 from adacheck_jax.restore import compiled_update, working_set
 from adacheck_jax.restore.compiled_update import Shardings, abstract_leaf
-from adacheck_jax.restore.deltas.patches import Patches
+from adacheck_jax.restore.deltas.patches import put_in_place
 from adacheck_jax.restore.deltas.records import Consumed
 from adacheck_jax.restore.progress import Progress
 from adacheck_jax.restore.replay import Replay
-from adacheck_jax.restore.working_set import WorkingSet
 from adacheck_jax.update import exported_program
 
 _Read = Callable[[int, int, Box], np.ndarray]
-
-
-@dataclass(frozen=True, slots=True)
-class _Delta:
-    """A record, as a delta."""
-
-    updates: tuple[int, ...]
-    stored: frozenset[int]
-    unreplayed: tuple[int, ...]
-    packs: tuple[()] = ()
-
-    @property
-    def has_update(self) -> bool:
-        """True if some recorder made an update."""
-        return bool(self.updates)
 
 
 class _Reader:
@@ -46,7 +29,8 @@ class _Reader:
 
     def __init__(self, number: int, record: Recorded, read: _Read) -> None:
         self._number, self._read = number, read
-        self.delta = _Delta(record.updates, frozenset(record.stored), record.unreplayed)
+        replayed = record.updates, record.stored, record.unreplayed
+        self.delta = Delta(number, (), *replayed, packs=(), fingerprints=(), checked="")
 
     def stores_whole(self, index: int) -> bool:
         """True: no differences are kept."""
@@ -76,25 +60,19 @@ def replay(
 ) -> Sequence[Any]:
     """Implements :class:`~adacheck_jax.memory.recovered.RecordReplay`."""
     readers = [_Reader(number, record, read) for number, record in enumerate(records)]
+    if not any(each.delta.has_update for each in readers):
+        return put_in_place(leaves, specs, readers)
     shardings = working_set.replay_shardings(leaves, update)
-    working = WorkingSet(leaves, shardings)
-    patches = Patches(working, specs)
-    if any(each.delta.has_update for each in readers):
-        exported = exported_program.own(program)
-        compiled = compiled_update.compiled(exported, update, specs, shardings, "memory")
+    exported = exported_program.own(program)
+    compiled = compiled_update.compiled(exported, update, specs, shardings, "memory")
 
-        def advance(*args: Any) -> Any:
-            ready()
-            return compiled(*args)
+    def advance(*args: Any) -> Any:
+        ready()
+        return compiled(*args)
 
-        with Progress("recovering a state from memory") as told:
-            replaying = Replay(update, advance, working, patches, shardings, told)
-            replaying.run(readers, _consumed(readers, update, specs, shardings))
-    else:
-        for each in readers:
-            patches.add(each)
-    patches.apply(range(len(specs)))
-    return working.leaves
+    with Progress("recovering a state from memory") as told:
+        replaying = Replay(leaves, specs, update, advance, shardings, told)
+        return replaying.run(readers, _consumed(readers, update, specs, shardings))
 
 
 def _consumed(

@@ -187,16 +187,8 @@ class StockCheckpoints:
                 expected ones; raised before memory is allocated for them.
             StorageError: it cannot be read now.
         """
-        found, _ = trees.flatten(metadata_tree)
         stored = {leaf.path: leaf for leaf in leaves if leaf.nbytes}
-        if found.keys() != stored.keys():
-            raise IntegrityError(
-                f"{directory}: expected a base with {len(stored)} leaves, found "
-                f"{len(found)}; they differ in {sorted(found.keys() ^ stored.keys())[:5]}. The "
-                "step is damaged; restore another one."
-            )
-        for path, described in found.items():
-            check_described(directory, stored[path], described)
+        found = _described(directory, stored, metadata_tree)
         read = {leaf.path: _empty(leaf, wanted[leaf.path]) for leaf in leaves if not leaf.nbytes}
         asked = {path: each for path, each in wanted.items() if path in found and each is not None}
         arrays = [
@@ -301,6 +293,20 @@ def _storable(leaf: Any) -> Any:
         leaf = np.broadcast_to(np.zeros((), leaf.dtype), leaf.shape)
     dtype = str(getattr(leaf, "dtype", ""))
     return leaf if stored_dtype(dtype) == dtype else leaf.astype(stored_dtype(dtype))
+
+
+def _described(directory: AnyPath, stored: Mapping[str, Leaf], tree: PyTree) -> dict[str, Any]:
+    """Orbax's descriptions of the stored leaves, by leaf path, compared with the manifest's."""
+    found, _ = trees.flatten(tree)
+    if found.keys() != stored.keys():
+        raise IntegrityError(
+            f"{directory}: expected a base with {len(stored)} leaves, found "
+            f"{len(found)}; they differ in {sorted(found.keys() ^ stored.keys())[:5]}. The "
+            "step is damaged; restore another one."
+        )
+    for path, described in found.items():
+        check_described(directory, stored[path], described)
+    return found
 
 
 def _as_saved(leaf: Any, dtype: str) -> Any:

@@ -140,15 +140,13 @@ class DeltaReader:
             IntegrityError, FormatError: as from :meth:`read`.
         """
         found: dict[int, np.ndarray] = {}
-        for piece in self._shared.pieces(self._layout, wanted, self._whole):
-            pack = self._pack(piece.process, arrays.RAW)
+        for process, own in self._shared.places(self._layout, wanted, self._whole).items():
+            pack, spans = self._pack(process, arrays.RAW), [span for _, span in own]
             with contextlib.suppress(IntegrityError):  # read() raises it with the leaf's path
-                span = (piece.start, piece.stop)
-                (data,) = pack.read([span], what="some leaves", checked=checked)
-                for position, first, last in piece.parts:
-                    index, box = wanted[position]
-                    dtype = np.dtype(self.leaves[index].dtype)
-                    found[position] = data[first:last].view(dtype).reshape(box.shape)
+                read = pack.read(spans, what="some leaves", checked=checked)
+                for (n, _), data in zip(own, read, strict=True):
+                    index, box = wanted[n]
+                    found[n] = data.view(np.dtype(self.leaves[index].dtype)).reshape(box.shape)
         rest = [each for n, each in enumerate(wanted) if n not in found]
         boxes: dict[int, list[Box]] = {}
         for index, box in rest:

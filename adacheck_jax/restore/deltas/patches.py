@@ -12,46 +12,18 @@ import numpy as np
 
 from adacheck_jax.device import transfer
 from adacheck_jax.format.boxes import Box
-from adacheck_jax.format.manifest import Leaf, Pack
+from adacheck_jax.format.manifest import Delta, Leaf
 from adacheck_jax.restore.working_set import WorkingSet, like_host
 
 
-class ReplayedDelta(Protocol):
-    """A delta, as its manifest or its record in memory tells of it."""
-
-    @property
-    def has_update(self) -> bool:
-        """True if some recorder made an update."""
-        ...
-
-    @property
-    def updates(self) -> tuple[int, ...]:
-        """Positions of the recorders whose update is replayed."""
-        ...
-
-    @property
-    def stored(self) -> Collection[int]:
-        """Leaves that are stored."""
-        ...
-
-    @property
-    def unreplayed(self) -> Collection[int]:
-        """Leaves that the update computes and that are stored nevertheless."""
-        ...
-
-    @property
-    def packs(self) -> Sequence[Pack]:
-        """Files of it in storage."""
-        ...
-
-
 class StoredLeaves(Protocol):
-    """The leaves that a delta stores, on disk or in memory."""
+    """The leaves that a delta stores, on disk or in memory.
 
-    @property
-    def delta(self) -> ReplayedDelta:
-        """The delta."""
-        ...
+    Attributes:
+        delta: the delta, as its manifest tells of it; one in memory has no packs.
+    """
+
+    delta: Delta
 
     def stores_whole(self, index: int) -> bool:
         """True if every box of a leaf is stored as it is, so that no earlier bits matter."""
@@ -120,6 +92,18 @@ class Patches:
         readers = self._pending.pop(index)
         patched = _patched(self._working[index], self._specs[index], index, readers)
         self._working[index] = patched
+
+
+def put_in_place(
+    leaves: Sequence[Any], specs: Sequence[Leaf], readers: Sequence[StoredLeaves]
+) -> list[Any]:
+    """Leaves after some deltas of which none has an update."""
+    working = WorkingSet(leaves, {})
+    patches = Patches(working, specs)
+    for each in readers:
+        patches.add(each)
+    patches.apply(range(len(specs)))
+    return working.leaves
 
 
 def _boxes_of(leaf: Any, spec: Leaf) -> list[Box]:

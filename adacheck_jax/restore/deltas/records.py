@@ -23,7 +23,6 @@ from adacheck_jax.restore.shared_reads import (
     Blocks,
     OwnShare,
     ReadOnce,
-    SharedPart,
     SharedReads,
     ShareExchange,
 )
@@ -95,30 +94,25 @@ class Records:
         with agreed() if members else ALONE():
             for each in self._readers:  # most of them are cut alike
                 if id(each.leaves) not in known:
-                    known[id(each.leaves)] = self._share(each, is_shared=self.are_shared)
+                    known[id(each.leaves)] = self._share(each)
         self._shares = {each: known[id(each.leaves)] for each in self._readers}
-        self._together: SharedReads | None = None
-        if members:
-            batches = [self._shares[each].exchanges for each in self._readers]
-            self._together = SharedReads(members, where, batches)
-            self._together.agree(None)
-        self._checked = checked or self._together is not None
+        batches = [self._shares[each].exchanges for each in self._readers]
+        self._together = SharedReads(members, where, batches)
+        self._checked = checked or self.are_shared
 
-    def _share(self, reader: DeltaReader, *, is_shared: bool) -> _Share:
+    def _share(self, reader: DeltaReader) -> _Share:
         """Boxes to read of a delta."""
         leaves = [reader.leaves[i] for i in self._update.consumed]
         pairs = [*zip(leaves, self._targets, strict=True)]
-        parts: list[list[SharedPart]] = [[] for _ in leaves]
-        if is_shared:
-            parts = [
-                shared_reads.shared_parts(n, leaf.shape, target, leaf.itemsize_bytes, leaf.cuts)
-                for n, (leaf, target) in enumerate(pairs)
-            ]
+        parts = [
+            shared_reads.shared_parts(n, leaf.shape, target, leaf.itemsize_bytes, leaf.cuts)
+            for n, (leaf, target) in enumerate(pairs if self.are_shared else ())
+        ]
         own = [
             (n, box)
             for n, (leaf, target) in enumerate(pairs)
             for box in shared_reads.own_boxes(
-                transfer.boxes_here(leaf.shape, target), leaf.cuts, parts[n]
+                transfer.boxes_here(leaf.shape, target), leaf.cuts, parts[n] if parts else ()
             )
         ]
         return _Share(own, shared_reads.plan(itertools.chain.from_iterable(parts)))
@@ -129,7 +123,7 @@ class Records:
         own = self._shares[self._readers[0]].own if self._readers else ()
         size_bytes = sum(box.size * self._dtypes[n].itemsize for n, box in own)
         ahead = 2
-        if self._together is None:
+        if not self.are_shared:
             ahead = max(ahead, min(_MOST_AHEAD, _AHEAD_BYTES // (size_bytes + 1)))
         pool = ThreadPoolExecutor(min(ahead, 4), thread_name_prefix="adacheck_read_ahead")
         left = iter(self._readers)
@@ -149,7 +143,7 @@ class Records:
         """Read what one update consumes, or this process's share of it; on a thread."""
         share = self._shares[reader]
         with jax_settings.own(self._x64):
-            if self._together is None:
+            if not self.are_shared:
                 return self._placed(self._read(reader, share.own))
             own: Blocks = {}
 
@@ -164,7 +158,7 @@ class Records:
 
     def _finish(self, begun: Any) -> Consumed:
         """Arrays on their devices; collective if processes read together."""
-        if self._together is None:
+        if not self.are_shared:
             return begun
         own, share = begun
         return self._placed(own | self._together.finish(share))

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Hashable, Sequence
 
 from adacheck_jax.errors import IntegrityError
 from adacheck_jax.format import pack_plan
@@ -14,21 +13,8 @@ from adacheck_jax.store.packs.reader import PackArray, PackReader
 from adacheck_jax.store.steps.lineage import LineageStep
 from adacheck_jax.store.storage.location import AnyPath
 
-
-@dataclass(frozen=True, slots=True)
-class Piece:
-    """Bytes of a pack that are read at once.
-
-    Attributes:
-        process: the pack's process.
-        start, stop: half-open range of bytes of its raw array.
-        parts: for each box in them its position among the wanted boxes, and its range of bytes.
-    """
-
-    process: int
-    start: int
-    stop: int
-    parts: tuple[tuple[int, int, int], ...]
+Places = dict[int, list[tuple[int, tuple[int, int]]]]
+"""By process, the position of each box among those that are wanted, and its range of bytes."""
 
 
 class SharedWork:
@@ -36,7 +22,7 @@ class SharedWork:
 
     def __init__(self) -> None:
         self._layouts: dict[Hashable, tuple[pack_plan.WritePlan, tuple[Leaf, ...]]] = {}
-        self._pieces: dict[Hashable, list[Piece]] = {}
+        self._places: dict[Hashable, Places] = {}
         self._opened: dict[tuple[AnyPath, arrays.ArrayKind], PackArray] = {}
 
     def layout(self, entry: LineageStep, delta: Delta) -> pack_plan.WritePlan:
@@ -69,24 +55,23 @@ class SharedWork:
             )
         return plan
 
-    def pieces(
+    def places(
         self,
         layout: pack_plan.WritePlan,
         wanted: Sequence[tuple[int, Box]],
         whole: Callable[[int], Sequence[pack_plan.Extent]],
-    ) -> list[Piece]:
-        """Pieces that hold those boxes that are stored as they are, and by themselves."""
+    ) -> Places:
+        """Places in raw arrays of those boxes that are stored as they are, and by themselves."""
         key = (id(layout), tuple(wanted))  # the layout is held here, too
-        pieces = self._pieces.get(key)
-        if pieces is None:
-            spans = []
+        if key not in self._places:
+            found: Places = {}
             for n, (index, box) in enumerate(wanted):
                 for extent in whole(index):
                     if extent.box == box and box.size and extent.encoding is Encoding.RAW:
-                        ((start, stop),), _ = extent.spans(box)
-                        spans.append((extent.process, start, stop, n))
-            pieces = self._pieces[key] = [*_merged(sorted(spans))]
-        return pieces
+                        (span,), _ = extent.spans(box)
+                        found.setdefault(extent.process, []).append((n, span))
+            self._places[key] = found
+        return self._places[key]
 
     def pack(
         self, entry: LineageStep, number: int, process: int, kind: arrays.ArrayKind
@@ -110,19 +95,3 @@ def _section_of(pack: Pack, kind: arrays.ArrayKind) -> tuple[int, arrays.Ranges]
     if kind is arrays.RAW:
         return pack.raw_bytes, pack.raw_zeros
     return pack.compressed_bytes, pack.compressed_zeros
-
-
-def _merged(spans: Sequence[tuple[int, int, int, int]]) -> Iterator[Piece]:
-    """Spans that lie side by side in a pack as one; each has a process, two ends and a position."""
-    groups: list[list[tuple[int, int, int, int]]] = []
-    stop = 0
-    for span in spans:
-        if not groups or span[0] != groups[-1][0][0] or span[1] > stop:
-            groups.append([])
-            stop = 0
-        groups[-1].append(span)
-        stop = max(stop, span[2])
-    for group in groups:
-        process, start, _, _ = group[0]
-        parts = tuple((n, first - start, last - start) for _, first, last, n in group)
-        yield Piece(process, start, max(last for _, _, last, _ in group), parts)

@@ -45,10 +45,8 @@ class PackArray:
             names = zarr.names(metadata["codecs"])
             self._store = self._opened(metadata)
         except Exception as error:
-            if refused := unreadable(start, error):
-                raise refused from error
             why = f"none that can be opened ({first_line(error)})"
-            raise _damaged(start, pack, why) from error
+            raise unreadable(start, error) or _damaged(start, pack, why) from error
         shape, dtype = tuple(self._store.shape), self._store.dtype.name
         if (shape, dtype) != ((stored_bytes,), "uint8"):
             raise _damaged(start, pack, f"an array of shape {shape} and type {dtype}")
@@ -88,9 +86,7 @@ class PackArray:
                 each.result()
             return read
         except Exception as error:
-            if refused := unreadable(self.start, error):
-                raise refused from error
-            raise IntegrityError(
+            raise unreadable(self.start, error) or IntegrityError(
                 f"{self.start}: the stored bytes of {what} are damaged "
                 f"({first_line(error)}). Restore another step."
             ) from error
@@ -144,30 +140,23 @@ class PackReader:
     ) -> None:
         self._array = array
         self._start = start
-        self._held: list[tuple[int, int, np.ndarray]] = []
+        self._held: list[_Bytes] = []
         self._runs = Runs(size_bytes, zeros, array.kind)
         self.stored_bytes = self._runs.stored_bytes
 
     def hold(self, spans: Sequence[tuple[int, int]], *, what: str) -> None:
-        """Reads byte ranges, those side by side as one, and keeps them for :meth:`read`.
+        """Reads byte ranges, and keeps them for :meth:`read`.
 
         Raises:
             IntegrityError, StorageError: as from :meth:`read`.
         """
-        merged: list[tuple[int, int]] = []
-        for start, stop in sorted(spans):
-            if merged and start <= merged[-1][1]:
-                merged[-1] = (merged[-1][0], max(stop, merged[-1][1]))
-            else:
-                merged.append((start, stop))
         self._held = []
-        read = self.read(merged, what=what)
-        self._held = [(*span, data) for span, data in zip(merged, read, strict=True)]
+        self._held = self._read(spans, what, checked=True)
 
     def read(
         self, spans: Sequence[tuple[int, int]], *, what: str, checked: bool = True
     ) -> list[np.ndarray]:
-        """Byte ranges; those not held are read in parallel, checking every chunk's crc32c.
+        """Byte ranges, those side by side read as one, all in parallel; nothing if all are held.
 
         Args:
             spans: half-open byte ranges of the section.
@@ -181,21 +170,25 @@ class PackReader:
             IntegrityError: a chunk is missing, truncated, or its checksum does not match.
             StorageError: the array cannot be read now.
         """
-        held = [data for data in map(self._of_held, spans) if data is not None]
-        if len(held) == len(spans):
-            return held
-        places = [(self._runs.stored(a), self._runs.stored(b)) for a, b in spans]
+        found = [_cut(self._held, span) for span in spans]
+        if any(each is None for each in found):
+            read = self._read(spans, what, checked=checked)
+            found = [_cut(read, span) for span in spans]
+        return [each for each in found if each is not None]
+
+    def _read(self, spans: Sequence[tuple[int, int]], what: str, *, checked: bool) -> list[_Bytes]:
+        """Reads byte ranges, those side by side as one."""
+        merged: list[tuple[int, int]] = []
+        for start, stop in sorted(spans):
+            if merged and start <= merged[-1][1]:
+                merged[-1] = (merged[-1][0], max(stop, merged[-1][1]))
+            else:
+                merged.append((start, stop))
+        places = [(self._runs.stored(a), self._runs.stored(b)) for a, b in merged]
         stored = [(self._start + a, self._start + b) for a, b in places]
         read = self._array.read(stored, what=what, checked=checked)
-        return [self._filled(*span, data) for span, data in zip(spans, read, strict=True)]
-
-    def _of_held(self, span: tuple[int, int]) -> np.ndarray | None:
-        """Bytes of a span, if they are held."""
-        position = bisect.bisect_right(self._held, span[0], key=lambda each: each[0]) - 1
-        if position < 0:
-            return None
-        start, stop, data = self._held[position]
-        return data[span[0] - start : span[1] - start] if span[1] <= stop else None
+        pairs = zip(merged, read, strict=True)
+        return [(*span, self._filled(*span, data)) for span, data in pairs]
 
     def _filled(self, start: int, stop: int, stored: np.ndarray) -> np.ndarray:
         """Bytes of a span, with the zeros that were left out."""
@@ -206,3 +199,16 @@ class PackReader:
             result[a - start : b - start] = stored[position : position + b - a]
             position += b - a
         return result
+
+
+_Bytes = tuple[int, int, np.ndarray]
+"""A byte range and what was read of it."""
+
+
+def _cut(read: Sequence[_Bytes], span: tuple[int, int]) -> np.ndarray | None:
+    """Bytes of a span, if one of the ranges that were read, in their order, has them all."""
+    position = bisect.bisect_right(read, span[0], key=lambda each: each[0]) - 1
+    if position < 0:
+        return None
+    start, stop, data = read[position]
+    return data[span[0] - start : span[1] - start] if span[1] <= stop else None

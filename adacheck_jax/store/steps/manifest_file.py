@@ -43,9 +43,7 @@ def read_file(path: AnyPath) -> Manifest:
     except NotPlainError:
         raise
     except OSError as error:
-        if refused := unreadable(path, error):
-            raise refused from error
-        raise FormatError(
+        raise unreadable(path, error) or FormatError(
             f"{path}: expected the manifest of a step saved by AdaCheckHandler, found none "
             f"({error.strerror}). A step that stock Orbax saved is read with "
             "ocp.StandardCheckpointer; a step that lost its manifest cannot be verified."

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 
 from adacheck_jax.errors import AdaCheckError
@@ -54,11 +55,14 @@ def items_of(root: AnyPath, *, committed: bool = True) -> list[AnyPath]:
         committed: False for those whose save was interrupted or is under way instead, though they
             are named as committed.
     """
-    found = []
-    for step_directory in _directories(root if at(root).on_file_system else at(root).listed()):
-        candidates = [step_directory, *_directories(step_directory)]
-        found += [path for path in candidates if _is_ours(path)]
+    found = [path for places in _places(root) for path in places if _is_ours(path)]
     return [path for path in found if is_committed(path) == committed]
+
+
+def _places(root: AnyPath) -> Iterator[list[AnyPath]]:
+    """Committed directories under a root, each followed by those in it, which may be items."""
+    for step in _directories(root if at(root).on_file_system else at(root).listed()):
+        yield [step, *_directories(step)]
 
 
 def _is_ours(path: AnyPath) -> bool:
@@ -202,18 +206,13 @@ def stock_steps(root: AnyPath, item: str | None = None) -> dict[int, list[AnyPat
     A step that holds an item of ours is not among them: a data iterator beside it is no state.
     """
     found: dict[int, list[AnyPath]] = {}
-    root = root if at(root).on_file_system else at(root).listed()
-    for name in at(root).folders():
-        step = root / name
-        number = place_of(step, in_step=False).step
-        if number is None or TMP_SUFFIX in name:
+    for places in _places(root):
+        step, number = at(places[0]), place_of(places[0], in_step=False).step
+        if number is None or not (step.on_file_system or (step / COMMIT_MARK).exists):
             continue
-        if not at(root).on_file_system and not at(step / COMMIT_MARK).exists:
+        if any(map(_has_our_folder, places)):
             continue
-        folders = [step / each for each in at(step).folders() if TMP_SUFFIX not in each]
-        if any(map(_has_our_folder, [step, *folders])):
-            continue
-        stock = [path for path in [step, *folders] if is_stock(path)]
+        stock = [path for path in places if is_stock(path)]
         if named := [path for path in stock if item in (None, path.name)]:
             found[number] = named
     return found
