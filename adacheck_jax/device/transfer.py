@@ -258,12 +258,6 @@ def shard_of(array: Any, position: int | None) -> Any:
     return array.addressable_shards[position].data
 
 
-def is_ready(array: Any) -> bool:
-    """True if an array has been computed."""
-    on_device: Any = array
-    return not isinstance(array, jax.Array) or on_device.is_ready()
-
-
 def are_ready(arrays: Iterable[Any]) -> bool:
     """True if no device is computing any of the arrays."""
     on_device: list[Any] = [array for array in arrays if isinstance(array, jax.Array)]
