@@ -275,7 +275,15 @@ class Copying:
 
     def __init__(self, arrays: Mapping[int, Any]) -> None:
         self._on_host = [i for i, x in arrays.items() if not isinstance(x, jax.Array)]
-        self._groups = [(each, _copier_of(each, arrays)) for each in _by_devices(arrays)]
+        groups: dict[tuple[int, ...], list[int]] = {}  # a program takes its devices in one order
+        for index, array in arrays.items():
+            if isinstance(array, jax.Array):
+                groups.setdefault(devices_of(array), []).append(index)
+        self._groups = list[tuple[Sequence[int], _CopyProgram]]()
+        for group in groups.values():
+            found: list[Any] = [arrays[index] for index in group]
+            types, shardings = tuple(x.aval for x in found), tuple(x.sharding for x in found)
+            self._groups.append((group, _copier(types, shardings)))
 
     def is_compiled(self) -> bool:
         """True if there are programs for it; else they are compiled in the background."""
@@ -293,15 +301,6 @@ class Copying:
 def copies(arrays: Mapping[int, Any]) -> dict[int, Any]:
     """Copies of arrays on their devices, as of :class:`Copying`."""
     return Copying(arrays).copies(arrays)
-
-
-def _by_devices(arrays: Mapping[int, Any]) -> Iterable[Sequence[int]]:
-    """Indices of the arrays on devices: one program takes its devices in one order."""
-    groups: dict[tuple[int, ...], list[int]] = {}
-    for index, array in arrays.items():
-        if isinstance(array, jax.Array):
-            groups.setdefault(devices_of(array), []).append(index)
-    return groups.values()
 
 
 class _CopyProgram:
@@ -336,11 +335,6 @@ class _CopyProgram:
 
 
 _copier = functools.lru_cache(maxsize=64)(_CopyProgram)
-
-
-def _copier_of(group: Sequence[int], arrays: Mapping[int, Any]) -> _CopyProgram:
-    found = [arrays[index] for index in group]
-    return _copier(tuple(x.aval for x in found), tuple(x.sharding for x in found))
 
 
 _EFFORT = np.ones((16, 16), np.float32)
