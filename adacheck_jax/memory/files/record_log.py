@@ -18,7 +18,7 @@ from typing import Any
 
 import numpy as np
 
-from adacheck_jax.format.boxes import Blocks, Box
+from adacheck_jax.format.boxes import Blocks
 from adacheck_jax.memory.files.shadow_file import ShadowFile, ShadowFileError, framed, unframed
 from adacheck_jax.memory.files.step_file import (
     LEAF_HEADER_BYTES,
@@ -31,7 +31,7 @@ from adacheck_jax.memory.files.step_file import (
     aligned,
     sums_of,
 )
-from adacheck_jax.memory.holdings import Held, OfBoxes
+from adacheck_jax.memory.holdings import Held, LeafBox, OfBoxes
 from adacheck_jax.state.exported_update import ExportedUpdate
 from adacheck_jax.state.snapshot import Structure
 from adacheck_jax.update.elements.host_fold import UnfitError, fill
@@ -139,7 +139,7 @@ class RecordLog(StepFile):
 
     def _placed(self, leaves: Sequence[int], start: int) -> tuple[Places, int]:
         """Places for the boxes of some leaves, behind their fingerprints."""
-        count = sum(len(self._held.boxes(i)) for i in leaves) if self.place.run else 0
+        count = sum(len(self.held.boxes(i)) for i in leaves) if self.place.run else 0
         return self._lay_out(leaves, start + aligned(_SUM_BYTES * count))
 
     def _put(self, places: Places, blocks: Mapping[int, Blocks], start: int) -> OfBoxes:
@@ -158,7 +158,7 @@ class RecordLog(StepFile):
     def _told_sums(self, count: int, start: int) -> np.ndarray:
         return self.file.data[start : start + _SUM_BYTES * count].view(np.uint64)
 
-    def _changed(self, views: Mapping[int, Blocks], start: int) -> frozenset[tuple[int, Box]]:
+    def _changed(self, views: Mapping[int, Blocks], start: int) -> frozenset[LeafBox]:
         """The boxes whose elements are not those that were stored."""
         if not self.place.run:
             return frozenset()

@@ -24,7 +24,7 @@ from adacheck_jax.memory.files.shadow_file import (
     peek,
     remove_unused,
 )
-from adacheck_jax.memory.holdings import Held, OfBoxes
+from adacheck_jax.memory.holdings import Held, LeafBox, OfBoxes
 from adacheck_jax.memory.peers import Peers
 from adacheck_jax.state.exported_update import ExportedUpdate
 from adacheck_jax.state.snapshot import Structure
@@ -144,7 +144,7 @@ class Found:
     step: int
     blocks: Mapping[int, Blocks]
     sums: Sequence[int]
-    changed: AbstractSet[tuple[int, Box]] = frozenset()
+    changed: AbstractSet[LeafBox] = frozenset()
     box_sums: OfBoxes = field(default_factory=dict)
     records: Sequence[Recorded] = ()
 
@@ -206,6 +206,7 @@ class StepFile:
 
     Attributes:
         place: its place.
+        held: the boxes in it.
         file: the file itself.
     """
 
@@ -215,7 +216,7 @@ class StepFile:
     def __init__(
         self, place: FilePlace, structure: Structure, update: ExportedUpdate, held: Held
     ) -> None:
-        self.place, self._structure, self._held = place, structure, held
+        self.place, self._structure, self.held = place, structure, held
         self._told_state, self._number = state_told(structure, update), 0
         self._told_held = held.to_json() if place.run else None
 
@@ -314,7 +315,7 @@ class StepFile:
         places: Places = {}
         for i in leaves:
             places[i] = []
-            for box in self._held.boxes(i):
+            for box in self.held.boxes(i):
                 places[i].append((box, start))
                 start += aligned(box.size * self._structure.leaves[i].itemsize_bytes)
         return places, start
@@ -346,7 +347,7 @@ class StepFile:
                 sums = own
             steps.setdefault(header["step"], OfferedStep(header["step"], sums, own, bad))
         place = self.place
-        return Offer(place.run, place.process, place.count, self._held, tuple(steps.values()))
+        return Offer(place.run, place.process, place.count, self.held, tuple(steps.values()))
 
     def _headers(self) -> list[Mapping[str, Any]]:
         """The headers of the steps that the file may be brought to, the newest first.
