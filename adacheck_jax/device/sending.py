@@ -30,18 +30,17 @@ _FEWEST = 256  # words of a row: operands of the work that has a program run beh
 
 
 @functools.cache
-def lanes(platform: str) -> Mapping[int, tuple[int, int]]:
-    """Process and lane of each device, by its id; each process has as many lanes."""
-    found: dict[int, list[int]] = {}
+def lanes(platform: str) -> tuple[Mapping[int, int], np.ndarray]:
+    """Lane of each device, by its id, and the devices that send, by process and lane.
+
+    Each process has as many lanes.
+    """
+    found: dict[int, list[Any]] = {}
     for device in sorted(jax.devices(platform), key=lambda each: each.id):
-        found.setdefault(device.process_index, []).append(device.id)
+        found.setdefault(device.process_index, []).append(device)
     count = min(map(len, found.values()))
-    return {each: (p, n % count) for p, ids in found.items() for n, each in enumerate(ids)}
-
-
-def lane_count(platform: str) -> int:
-    """Number of lanes of a process."""
-    return 1 + max(lane for _, lane in lanes(platform).values())
+    lane_of = {each.id: n % count for own in found.values() for n, each in enumerate(own)}
+    return lane_of, np.array([own[:count] for _, own in sorted(found.items())])
 
 
 def lengths_of(words: Mapping[int, int]) -> Lengths:
@@ -58,14 +57,9 @@ class Sender:
     """
 
     def __init__(self, platform: str, rounds: Sequence[tuple[Round, Lengths]]) -> None:
-        first: dict[tuple[int, int], Any] = {}
-        places = lanes(platform)
-        for device in sorted(jax.devices(platform), key=lambda each: each.id):
-            first.setdefault(places[device.id], device)
-        shape = [1 + max(each) for each in zip(*first, strict=True)]
-        devices = np.array([first[place] for place in sorted(first)]).reshape(shape)
-        mesh = Mesh(devices, ("process", "lane"))
-        self._own, self._shape = [*devices[jax.process_index()]], tuple(shape)
+        _, devices = lanes(platform)
+        mesh, shape = Mesh(devices, ("process", "lane")), devices.shape
+        self._own, self._shape = [*devices[jax.process_index()]], shape
         self._cut, self._rounds = NamedSharding(mesh, PartitionSpec("process", "lane")), rounds
 
         def send(rows: Sequence[Sequence[jax.Array]]) -> Any:

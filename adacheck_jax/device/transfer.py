@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import functools
 import threading
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
 from typing import Any
 
@@ -19,7 +19,7 @@ import numpy as np
 
 from adacheck_jax.device.background import in_background
 from adacheck_jax.device.lead import Ranks, nearest
-from adacheck_jax.device.sharding import Holder, devices_of, holder_of
+from adacheck_jax.device.sharding import Holder, devices_of, holder_of, is_on_one_device_here
 from adacheck_jax.errors import StorageError
 from adacheck_jax.format.boxes import Blocks, Box
 
@@ -93,9 +93,7 @@ def picks_of(array: Any, wanted: Sequence[Box], ranks: Ranks | None = None) -> t
         ranks: distances of devices from the lead, of which the nearest is chosen among several
             replicas; without them the first is.
     """
-    if not isinstance(array, jax.Array) or (
-        len(array.sharding.device_set) == 1 and array.is_fully_addressable
-    ):
+    if not isinstance(array, jax.Array) or is_on_one_device_here(array.sharding):
         return tuple((box, None, box.slices) for box in wanted)
     held: dict[Box, dict[Holder, int]] = {}
     for position, shard in enumerate(array.addressable_shards):
@@ -110,7 +108,23 @@ def picks_of(array: Any, wanted: Sequence[Box], ranks: Ranks | None = None) -> t
     return tuple(picks)
 
 
-class Staged(Mapping[int, Blocks]):
+class Arriving(Mapping[int, Blocks]):
+    """Boxes of arrays by leaf index, of which nothing but access to an array waits."""
+
+    _known: Collection[int]
+    """The leaf indices."""
+
+    def __contains__(self, index: object) -> bool:
+        return index in self._known
+
+    def __iter__(self) -> Iterator[int]:
+        return iter([*self._known])  # another thread may take one out
+
+    def __len__(self) -> int:
+        return len(self._known)
+
+
+class Staged(Arriving):
     """Boxes of arrays on their way to the host; access to an array waits for its boxes.
 
     Args:
@@ -119,7 +133,7 @@ class Staged(Mapping[int, Blocks]):
     """
 
     def __init__(self, arrays: Mapping[int, Any], picks: Mapping[int, Sequence[Pick]]) -> None:
-        self._arrays = {**arrays}
+        self._arrays = self._known = {**arrays}
         self._picks = picks
         self._taken: dict[int, list[tuple[Box, Any, tuple[slice, ...]]]] = {}
         self._blocks: dict[int, Blocks] = {}
@@ -166,15 +180,6 @@ class Staged(Mapping[int, Blocks]):
                 self._arrays[index] = None
             return self._blocks[index]
 
-    def __contains__(self, index: object) -> bool:
-        return index in self._arrays
-
-    def __iter__(self) -> Iterator[int]:
-        return iter([*self._arrays])
-
-    def __len__(self) -> int:
-        return len(self._arrays)
-
     def popitem(self) -> tuple[int, Blocks]:
         """Takes out the blocks of one array."""
         with self._lock:
@@ -184,7 +189,7 @@ class Staged(Mapping[int, Blocks]):
             return index, blocks
 
 
-class Joined(Mapping[int, Blocks]):
+class Joined(Arriving):
     """Boxes of arrays that are staged in several groups.
 
     Args:
@@ -192,22 +197,13 @@ class Joined(Mapping[int, Blocks]):
     """
 
     def __init__(self, groups: Mapping[int, Mapping[int, Blocks]]) -> None:
-        self._group = {**groups}
+        self._groups = self._known = {**groups}
 
     def __getitem__(self, index: int) -> Blocks:
-        return self._group[index][index]
-
-    def __contains__(self, index: object) -> bool:
-        return index in self._group
-
-    def __iter__(self) -> Iterator[int]:
-        return iter(self._group)
-
-    def __len__(self) -> int:
-        return len(self._group)
+        return self._groups[index][index]
 
 
-class Merged(Mapping[int, Blocks]):
+class Merged(Arriving):
     """Boxes of arrays, with further boxes of some of them that are staged apart.
 
     Args:
@@ -217,20 +213,11 @@ class Merged(Mapping[int, Blocks]):
 
     def __init__(self, blocks: Mapping[int, Blocks], others: Mapping[int, Blocks]) -> None:
         self._blocks, self._others = blocks, others
-        self._indices = {**dict.fromkeys(blocks), **dict.fromkeys(others)}
+        self._known = {**dict.fromkeys(blocks), **dict.fromkeys(others)}
 
     def __getitem__(self, index: int) -> Blocks:
         found = self._blocks.get(index, {})
         return {**found, **self._others[index]} if index in self._others else found
-
-    def __contains__(self, index: object) -> bool:
-        return index in self._indices
-
-    def __iter__(self) -> Iterator[int]:
-        return iter(self._indices)
-
-    def __len__(self) -> int:
-        return len(self._indices)
 
 
 def stage(arrays: Mapping[int, Any], picks: Mapping[int, Sequence[Pick]]) -> Staged:
@@ -258,12 +245,6 @@ def shard_of(array: Any, position: int | None) -> Any:
     return array.addressable_shards[position].data
 
 
-def is_ready(array: Any) -> bool:
-    """True if an array has been computed."""
-    on_device: Any = array
-    return not isinstance(array, jax.Array) or on_device.is_ready()
-
-
 def are_ready(arrays: Iterable[Any]) -> bool:
     """True if no device is computing any of the arrays."""
     on_device: list[Any] = [array for array in arrays if isinstance(array, jax.Array)]
@@ -281,7 +262,15 @@ class Copying:
 
     def __init__(self, arrays: Mapping[int, Any]) -> None:
         self._on_host = [i for i, x in arrays.items() if not isinstance(x, jax.Array)]
-        self._groups = [(each, _copier_of(each, arrays)) for each in _by_devices(arrays)]
+        groups: dict[tuple[int, ...], list[int]] = {}  # a program takes its devices in one order
+        for index, array in arrays.items():
+            if isinstance(array, jax.Array):
+                groups.setdefault(devices_of(array), []).append(index)
+        self._groups = list[tuple[Sequence[int], _CopyProgram]]()
+        for group in groups.values():
+            found: list[Any] = [arrays[index] for index in group]
+            types, shardings = tuple(x.aval for x in found), tuple(x.sharding for x in found)
+            self._groups.append((group, _copier(types, shardings)))
 
     def is_compiled(self) -> bool:
         """True if there are programs for it; else they are compiled in the background."""
@@ -299,15 +288,6 @@ class Copying:
 def copies(arrays: Mapping[int, Any]) -> dict[int, Any]:
     """Copies of arrays on their devices, as of :class:`Copying`."""
     return Copying(arrays).copies(arrays)
-
-
-def _by_devices(arrays: Mapping[int, Any]) -> Iterable[Sequence[int]]:
-    """Indices of the arrays on devices: one program takes its devices in one order."""
-    groups: dict[tuple[int, ...], list[int]] = {}
-    for index, array in arrays.items():
-        if isinstance(array, jax.Array):
-            groups.setdefault(devices_of(array), []).append(index)
-    return groups.values()
 
 
 class _CopyProgram:
@@ -344,11 +324,6 @@ class _CopyProgram:
 _copier = functools.lru_cache(maxsize=64)(_CopyProgram)
 
 
-def _copier_of(group: Sequence[int], arrays: Mapping[int, Any]) -> _CopyProgram:
-    found = [arrays[index] for index in group]
-    return _copier(tuple(x.aval for x in found), tuple(x.sharding for x in found))
-
-
 _EFFORT = np.ones((16, 16), np.float32)
 """Operand of some work: XLA:CPU runs programs with little of it in the calling thread."""
 
@@ -369,7 +344,7 @@ def held(array: Any) -> Callable[[], Any]:
         return lambda: copied
     shape, sharding, dtype = array.shape, array.sharding, array.dtype
     # A view keeps XLA from reusing the buffer.
-    if _is_on_one_device_here(sharding):
+    if is_on_one_device_here(sharding):
         view = np.asarray(array)
         return lambda: jax.device_put(view, sharding)
     views = [(each.device, np.asarray(each.data)) for each in array.addressable_shards]
@@ -402,7 +377,7 @@ def place_all(
             change afterwards: the array may use their memory.
     """
     result: list[Any] = [None] * len(wanted)
-    alone = [i for i, each in enumerate(wanted) if _is_on_one_device_here(each.sharding)]
+    alone = [i for i, each in enumerate(wanted) if is_on_one_device_here(each.sharding)]
     blocks = [read(i, Box.full(wanted[i].shape)) for i in alone]
     placed = jax.device_put(blocks, [wanted[i].sharding for i in alone])
     for i, array in zip(alone, placed, strict=True):
@@ -411,10 +386,6 @@ def place_all(
         if result[i] is None:
             result[i] = place(each, functools.partial(read, i))
     return result
-
-
-def _is_on_one_device_here(sharding: Any) -> bool:
-    return len(sharding.device_set) == 1 and sharding.is_fully_addressable
 
 
 def place(wanted: jax.ShapeDtypeStruct, read: Callable[[Box], np.ndarray]) -> jax.Array:

@@ -13,12 +13,13 @@ from __future__ import annotations
 import itertools
 import math
 from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Set as AbstractSet
 from dataclasses import dataclass
 from typing import Any
 
 from adacheck_jax.format.boxes import Box
 from adacheck_jax.format.fingerprint import combine
-from adacheck_jax.memory.holdings import Boxes, Held, OfBoxes
+from adacheck_jax.memory.holdings import Held, LeafBox, OfBoxes
 
 _MOST_WAYS = 1 << 12
 """Ways to add up the fingerprints of a leaf's boxes that are tried."""
@@ -59,14 +60,11 @@ class Offer:
     held: Held
     steps: tuple[OfferedStep, ...]
 
-    def boxes(self, step: OfferedStep) -> Boxes:
+    def boxes(self, step: OfferedStep) -> frozenset[LeafBox]:
         """The boxes that it holds of a step."""
-        found: dict[int, tuple[Box, ...]] = {**self.held.own}
-        for owner, copies in self.held.copies.items():
-            if owner not in step.bad:
-                for i, boxes in copies.items():
-                    found[i] = (*found.get(i, ()), *boxes)
-        return found
+        copies = (x for owner, x in self.held.copies.items() if owner not in step.bad)
+        every = itertools.chain(self.held.own.items(), *(each.items() for each in copies))
+        return frozenset((i, box) for i, boxes in every for box in boxes)
 
     def to_json(self) -> Any:
         """A description that :meth:`of_json` reads."""
@@ -123,7 +121,8 @@ def choose(offers: Sequence[Offer], sizes: Sequence[int], stored: int | None) ->
 def _whole(step: int, offers: Sequence[Offer], sizes: Sequence[int]) -> tuple[int, ...] | str:
     """The fingerprints of a step of one run; or the reason why it cannot be had."""
     having = [(offer, each) for offer in offers for each in offer.steps if each.step == step]
-    if missing := missing_leaves([offer.boxes(each) for offer, each in having], sizes):
+    held = frozenset[LeafBox]().union(*(offer.boxes(each) for offer, each in having))
+    if missing := missing_leaves(held, sizes):
         processes = {offer.process for offer, _ in having}
         lost = sorted({*range(offers[0].count)} - processes)
         return (
@@ -141,24 +140,19 @@ def _whole(step: int, offers: Sequence[Offer], sizes: Sequence[int]) -> tuple[in
     return known.pop()
 
 
-def missing_leaves(held: Iterable[Boxes], sizes: Sequence[int]) -> list[int]:
+def missing_leaves(held: AbstractSet[LeafBox], sizes: Sequence[int]) -> list[int]:
     """The leaves of which some elements are in none of the boxes, which are of one grid."""
-    found: dict[int, set[Box]] = {}
-    for each in held:
-        for i, boxes in each.items():
-            found.setdefault(i, set()).update(boxes)
-    return [
-        i
-        for i, size in enumerate(sizes)
-        if size and sum(box.size for box in found.get(i, ())) != size
-    ]
+    found = [0] * len(sizes)
+    for i, box in held:
+        found[i] += box.size
+    return [i for i, size in enumerate(sizes) if size != found[i]]
 
 
-def right_sums(found: Iterable[OfBoxes], sums: Sequence[int]) -> OfBoxes:
+def right_sums(found: Iterable[Mapping[LeafBox, int | None]], sums: Sequence[int]) -> OfBoxes:
     """Those of several fingerprints of a box that are right, as those of a leaf's boxes add up.
 
     Args:
-        found: fingerprints of the boxes in each file.
+        found: fingerprints of the boxes in each file; None for one that is not known.
         sums: fingerprint of each leaf.
 
     Returns:
@@ -168,7 +162,8 @@ def right_sums(found: Iterable[OfBoxes], sums: Sequence[int]) -> OfBoxes:
     told: dict[int, dict[Box, set[int]]] = {}
     for each in found:
         for (i, box), value in each.items():
-            told.setdefault(i, {}).setdefault(box, set()).add(value)
+            if value is not None:
+                told.setdefault(i, {}).setdefault(box, set()).add(value)
     right: OfBoxes = {}
     for i, boxes in told.items():
         torn = {box: values for box, values in boxes.items() if len(values) > 1}
@@ -182,18 +177,16 @@ def right_sums(found: Iterable[OfBoxes], sums: Sequence[int]) -> OfBoxes:
     return right
 
 
-def givers(held: Mapping[int, Sequence[Boxes]]) -> OfBoxes:
+def givers(held: Mapping[int, AbstractSet[LeafBox]]) -> OfBoxes:
     """The process that gives each box of each leaf: of several that have it one with few so far.
 
     Args:
-        held: boxes that each process has in its files, those of owners before copies.
+        held: boxes that each process has in its files.
     """
-    has: dict[tuple[int, Box], list[int]] = {}
-    for process, files in sorted(held.items()):
-        for boxes in files:
-            for i, each in boxes.items():
-                for box in each:
-                    has.setdefault((i, box), []).append(process)
+    has: dict[LeafBox, list[int]] = {}
+    for process, boxes in sorted(held.items()):
+        for each in boxes:
+            has.setdefault(each, []).append(process)
     load = dict.fromkeys(held, 0)
     found: OfBoxes = {}
     for (i, box), able in sorted(has.items(), key=lambda pair: (len(pair[1]), pair[0])):

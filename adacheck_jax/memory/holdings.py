@@ -29,8 +29,10 @@ from adacheck_jax.update.elements.pieces import Pieces
 
 Boxes = Mapping[int, tuple[Box, ...]]
 """Boxes of each leaf, by leaf index."""
-OfBoxes = dict[tuple[int, Box], int]
-"""A number of each box, by leaf index and box: its fingerprint, or who gives it."""
+LeafBox = tuple[int, Box]
+"""A box of one leaf, by the leaf's index."""
+OfBoxes = dict[LeafBox, int]
+"""A number of each box of some leaves: its fingerprint, or who gives it."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,14 +73,14 @@ class Held:
 
     def to_json(self) -> Any:
         """A description that :meth:`of_json` reads."""
-        copies = {str(owner): to_json(each) for owner, each in self.copies.items()}
-        return {"own": to_json(self.own), "copies": copies}
+        copies = {str(owner): _to_json(each) for owner, each in self.copies.items()}
+        return {"own": _to_json(self.own), "copies": copies}
 
     @classmethod
     def of_json(cls, found: Any) -> Held:
         """The boxes of a description; who else has copies is not in it."""
-        copies = {int(owner): of_json(each) for owner, each in found["copies"].items()}
-        return cls(of_json(found["own"]), copies)
+        copies = {int(owner): _of_json(each) for owner, each in found["copies"].items()}
+        return cls(_of_json(found["own"]), copies)
 
 
 def whole(structure: Structure) -> Held:
@@ -174,9 +176,7 @@ def parts_of(
         consumed, scalars = frozenset(pieces.leaves) - pieces.computed, {*pieces.scalar_leaves}
         for row in _rows_of(pieces):
             brought = [i for i in row if i in consumed]
-            if any(
-                (leaves[i].cuts, leaves[i].owners) != _place(leaves[brought[0]]) for i in brought
-            ):
+            if len({(leaves[i].cuts, leaves[i].owners) for i in brought}) > 1:
                 raise UnfitError("other processes have parts of what the update consumes")
             rows[brought[0] if brought else row[0]] = row
     in_rows = {i for row in rows.values() for i in row}
@@ -228,10 +228,6 @@ def _rows_of(pieces: Pieces) -> Iterable[tuple[int, ...]]:
     for batch in pieces.batches:
         for row in zip(*batch.taken, *batch.outputs, strict=True):
             yield tuple(dict.fromkeys(row))
-
-
-def _place(leaf: Any) -> tuple[Any, Any]:
-    return leaf.cuts, leaf.owners
 
 
 def _holders(layout: Layout, box: Box) -> frozenset[int]:
@@ -327,7 +323,7 @@ def tellers_of(structure: Structure, pieces: Pieces) -> dict[int, int]:
     return tellers
 
 
-def digests_of(boxes: Mapping[int, Boxes], sums: Mapping[tuple[int, Box], int]) -> dict[str, str]:
+def digests_of(boxes: Mapping[int, Boxes], sums: OfBoxes) -> dict[str, str]:
     """A digest of what two processes hold in common, by the other's index.
 
     Args:
@@ -348,24 +344,24 @@ def _frozen(found: Mapping[int, Sequence[Box]]) -> dict[int, tuple[Box, ...]]:
     return {i: tuple(found[i]) for i in sorted(found)}
 
 
-def to_json(boxes: Boxes) -> Any:
-    """A description that :func:`of_json` reads."""
+def _to_json(boxes: Boxes) -> Any:
+    """A description that :func:`_of_json` reads."""
     return {
         str(i): [[*zip(b.start, b.stop, strict=True)] for b in each] for i, each in boxes.items()
     }
 
 
-def numbers_to_json(numbers: OfBoxes) -> Any:
+def numbers_to_json(numbers: Mapping[LeafBox, int | None]) -> Any:
     """A description that :func:`numbers_of_json` reads."""
-    return [[to_json({i: (box,)}), number] for (i, box), number in numbers.items()]
+    return [[i, box.start, box.stop, number] for (i, box), number in numbers.items()]
 
 
-def numbers_of_json(found: Any) -> OfBoxes:
+def numbers_of_json(found: Any) -> dict[LeafBox, Any]:
     """The numbers of a description."""
-    return {(i, box): number for told, number in found for i, (box,) in of_json(told).items()}
+    return {(i, Box(tuple(a), tuple(b))): number for i, a, b, number in found}
 
 
-def of_json(found: Any) -> dict[int, tuple[Box, ...]]:
+def _of_json(found: Any) -> dict[int, tuple[Box, ...]]:
     """The boxes of a description."""
 
     def box(pairs: Sequence[tuple[int, int]]) -> Box:

@@ -148,10 +148,8 @@ class HostMemory:
         return (free_bytes() + (0 if self.place is None else self.place.found_bytes[1])) // 2
 
 
-def opened(
-    found: FoundFile, structure: Structure, update: ExportedUpdate
-) -> tuple[Journal | RecordLog, Held]:
-    """Takes a file that another process has left, and the boxes in it.
+def opened(found: FoundFile, structure: Structure, update: ExportedUpdate) -> Journal | RecordLog:
+    """Takes a file that another process has left.
 
     Raises:
         ShadowFileError: there is none that can be taken; the message says why.
@@ -172,4 +170,4 @@ def opened(
             raise ShadowFileError(fold or "the update cannot be computed from the shadow")
         file = Journal(found.place, structure, update, *fold)
     file.open()
-    return file, held
+    return file

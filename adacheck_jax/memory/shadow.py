@@ -272,14 +272,14 @@ class ShadowThread:
         self.close()
         assert self._place is not None
         found = FoundFile(self._place, None, kind_at(self._place.path))
-        file, held = opened(found, structure, update)
+        file = opened(found, structure, update)
         copy: Followed
         if isinstance(file, RecordLog):
             self.keep_records()
-            copy = RecordState(structure, update, held, file, is_there=True)
+            copy = RecordState(structure, update, file.held, file, is_there=True)
         else:
             most_bytes = self._host.may_take()
-            args = structure, update, file.fold, held, file, most_bytes
+            args = structure, update, file.fold, file.held, file, most_bytes
             copy = ShadowState(*args, is_there=True)
         try:
             state = copy.resume()

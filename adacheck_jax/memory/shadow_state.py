@@ -16,15 +16,15 @@ import jax
 import numpy as np
 
 from adacheck_jax.device.background import in_background
-from adacheck_jax.format.boxes import Blocks, Box
+from adacheck_jax.format.boxes import Blocks
 from adacheck_jax.format.byte_loops import Fingerprints, fingerprint_of
 from adacheck_jax.format.fingerprint import combine
 from adacheck_jax.memory import holdings
 from adacheck_jax.memory.files.journal import Journal
 from adacheck_jax.memory.files.shadow_file import ShadowFileError
 from adacheck_jax.memory.files.step_file import Found, StepChange, StepFile, remove_others
-from adacheck_jax.memory.holdings import Held
-from adacheck_jax.memory.peers import Peers, judged, report
+from adacheck_jax.memory.holdings import Held, LeafBox, OfBoxes
+from adacheck_jax.memory.peers import Peers, judged
 from adacheck_jax.state.exported_update import ExportedUpdate
 from adacheck_jax.state.snapshot import Structure
 from adacheck_jax.update.elements.host_fold import HostFold, UnfitError
@@ -94,7 +94,7 @@ class Followed:
         # While it passes gates, and the owners whose copies were found bad; digests are of the step
         # that was stored or folded last.
         self._peers, self._is_gated, self._bad = peers, False, frozenset[int]()
-        self._folded: tuple[int, dict[tuple[int, Box], int]] | None = None
+        self._folded: tuple[int, OfBoxes] | None = None
         self.is_lost = False
         self.position: Position | None = None
         self._prepared = in_background(self._prepare)
@@ -127,10 +127,10 @@ class Followed:
     ) -> Mapping[int, Blocks] | None:
         """Copies what this process has of a step; None where that cannot be had."""
 
-    def _make_file(self) -> bool:
-        """Makes the file where it is not there; False if none can be had, which is told."""
+    def _make_file(self) -> None:
+        """Makes the file where it is not there; where it cannot be had, that is told."""
         if (journal := self.journal) is None or self._is_there:
-            return True
+            return
         try:
             try:
                 journal.create()
@@ -145,8 +145,6 @@ class Followed:
                 "its state is read from storage.",
                 error,
             )
-            return False
-        return True
 
     def resume(self) -> Found:
         """Takes the state that lies in the file; see :meth:`Journal.resume`."""
@@ -227,8 +225,13 @@ class Followed:
         else:
             last, found = self._folded or (None, {})
             copies = {i: each for i, each in held.copies.items() if i not in self._bad}
-            own, kept = (holdings.digests_of(each, found) for each in (held.elsewhere, copies))
-            answer = peers.gate.agree(step.number, report(sums, own, kept, last), judged)
+            report = {
+                "sums": [value for _, value in sorted(sums.items())],
+                "own": holdings.digests_of(held.elsewhere, found),
+                "copies": holdings.digests_of(copies, found),
+                "folded": last,
+            }
+            answer = peers.gate.agree(step.number, report, judged)
         if isinstance(answer, str):
             self._is_gated = False
             if journal is not None:
@@ -284,7 +287,7 @@ class ShadowState(Followed):
         peers: Peers | None = None,
     ) -> None:
         self._fold = fold
-        self._received: dict[tuple[int, Box], int] = {}
+        self._received: OfBoxes = {}
         self.has_room_for_copy = size_of(fold, journal) + fold.size_bytes() <= most_bytes
         pieces = update.pieces
         assert pieces is not None
@@ -294,7 +297,7 @@ class ShadowState(Followed):
         process = jax.process_index()
         self._scalars = [i for i in self._compared if self._tellers.get(i) == process]
         self._arrays = [i for i in self._compared if structure.leaves[i].shape]
-        self._fingerprints: dict[bool, tuple[list[tuple[int, Box]], Fingerprints]] = {}
+        self._fingerprints: dict[bool, tuple[list[LeafBox], Fingerprints]] = {}
         super().__init__(structure, update, held, journal, is_there=is_there, peers=peers)
 
     def _prepare(self) -> None:

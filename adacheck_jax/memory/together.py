@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import itertools
 import logging
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Protocol
 
@@ -26,7 +26,7 @@ from adacheck_jax.memory.agreement import Choice, Offer, OfferedStep
 from adacheck_jax.memory.files.record_log import RecordLog
 from adacheck_jax.memory.files.shadow_file import CutOffError, ShadowFileError
 from adacheck_jax.memory.files.step_file import Found, FoundFile, Recorded, StepFile
-from adacheck_jax.memory.holdings import Boxes, Held, OfBoxes
+from adacheck_jax.memory.holdings import LeafBox, OfBoxes
 from adacheck_jax.memory.peers import Report
 from adacheck_jax.memory.recovered import (
     RecordReplay,
@@ -84,13 +84,11 @@ class _File:
     Attributes:
         number: number of the structure that its state has.
         journal: the file itself.
-        held: the boxes in it.
         offer: what it may be brought to.
     """
 
     number: int
     journal: StepFile
-    held: Held
     offer: Offer
 
     @property
@@ -159,9 +157,9 @@ def _opened(
             why = str(error)
             continue
         try:
-            return _File(number, *file, file[0].offer())
+            return _File(number, file, file.offer())
         except ShadowFileError as error:
-            file[0].file.close()
+            file.file.close()
             return str(error)
     return why
 
@@ -206,12 +204,13 @@ class _Taken:
     Attributes:
         file: itself.
         found: what it holds.
-        good: the boxes in it of which nothing tells that they changed.
+        boxes: the boxes in it of which nothing tells that they changed, with the fingerprint of
+            each; None where all that changed is known.
     """
 
     file: _File
     found: Found
-    good: Boxes
+    boxes: Mapping[LeafBox, int | None]
 
 
 @dataclass(frozen=True, slots=True)
@@ -245,8 +244,7 @@ def _brought(
         except Exception as error:  # nothing that is wrong with one copy costs the step
             _log.warning("%s: its part of the state is not taken: %s", each.path, error)
     own = {
-        "held": [Held(each.good).to_json() for each in taken],
-        "sums": [holdings.numbers_to_json(each.found.box_sums) for each in taken],
+        "boxes": [holdings.numbers_to_json(each.boxes) for each in taken],
         "heads": [[x.head for x in each.found.records] for each in taken],
         "kinds": [*{each.file.journal.kind for each in taken}],
     }
@@ -259,27 +257,24 @@ def _brought(
     right = holdings.numbers_of_json(answer["right"])
     blocks, records = dict[int, Blocks](), [Recorded.of(head, {}) for head in answer["heads"]]
     for each in taken:
-        good = _right(each.good, each.found.box_sums, right)
-        _tell_changed(each.file, each.good, good)
-        _join(blocks, _of_boxes(good, each.found.blocks))
+        good = _right(each.boxes, right)
+        _tell_changed(each.file, len(each.boxes) - len(good))
+        _join(blocks, good, each.found.blocks)
         for into, own in zip(records, each.found.records, strict=True):
-            _join(into.blocks, _of_boxes(good, own.blocks))
+            _join(into.blocks, good, own.blocks)
     return _Parts(blocks, records, givers, answer["kinds"] == [RecordLog.kind])
 
 
 def _judged(structure: Structure, choice: Choice, reports: Sequence[Report]) -> Report:
     """Who gives which box, of what all processes have of the step; or why it cannot be had."""
-    sums = [[holdings.numbers_of_json(x) for x in each["sums"]] for each in reports]
-    right = agreement.right_sums(itertools.chain(*sums), choice.sums)
+    files = [[holdings.numbers_of_json(x) for x in each["boxes"]] for each in reports]
+    right = agreement.right_sums(itertools.chain(*files), choice.sums)
     every = {
-        process: [
-            _right(Held.of_json(held).own, own, right)
-            for held, own in zip(each["held"], sums[process], strict=True)
-        ]
-        for process, each in enumerate(reports)
+        process: frozenset[LeafBox]().union(*(_right(own, right) for own in each))
+        for process, each in enumerate(files)
     }
     sizes = [leaf.nbytes // leaf.itemsize_bytes for leaf in structure.leaves]
-    if lost := agreement.missing_leaves(itertools.chain(*every.values()), sizes):
+    if lost := agreement.missing_leaves(frozenset().union(*every.values()), sizes):
         path = structure.leaves[lost[0]].path
         return {"why": f"step {choice.step}: no whole copy of {path} is left"}
     heads = [x for each in reports for x in each["heads"]]
@@ -294,39 +289,30 @@ def _judged(structure: Structure, choice: Choice, reports: Sequence[Report]) -> 
     }
 
 
-def _of_boxes(boxes: Boxes, found: Mapping[int, Blocks]) -> dict[int, Blocks]:
-    """The blocks of some boxes, of the leaves that are there."""
-    return {i: {box: found[i][box] for box in boxes[i]} for i in boxes.keys() & found.keys()}
-
-
-def _join(into: Any, found: Mapping[int, Blocks]) -> None:
-    """Adds blocks."""
-    for i, own in found.items():
-        into.setdefault(i, {}).update(own)
+def _join(into: Any, boxes: Iterable[LeafBox], found: Mapping[int, Blocks]) -> None:
+    """Adds the blocks of some boxes, of the leaves that are there."""
+    for i, box in boxes:
+        if i in found:
+            into.setdefault(i, {})[box] = found[i][box]
 
 
 def _resumed(file: _File, offered: OfferedStep) -> _Taken:
     """Brings a file to a step."""
     file.journal.ready()
     found, every = file.journal.resume(offered.step), file.offer.boxes(offered)
-    good = _without(every, found.changed)
-    _tell_changed(file, every, good)
-    return _Taken(file, found, good)
+    boxes = {each: found.box_sums.get(each) for each in every - found.changed}
+    _tell_changed(file, len(every) - len(boxes))
+    return _Taken(file, found, boxes)
 
 
-def _right(boxes: Boxes, sums: OfBoxes, right: OfBoxes) -> Boxes:
+def _right(boxes: Mapping[LeafBox, int | None], right: OfBoxes) -> list[LeafBox]:
     """The boxes that have no other fingerprints than the right ones."""
-    wrong = {each for each, value in right.items() if sums.get(each, value) != value}
-    return _without(boxes, wrong)
+    return [x for x, found in boxes.items() if found is None or right.get(x, found) == found]
 
 
-def _without(boxes: Boxes, wrong: Collection[tuple[int, Box]]) -> Boxes:
-    return {i: tuple(x for x in own if (i, x) not in wrong) for i, own in boxes.items()}
-
-
-def _tell_changed(file: _File, every: Boxes, good: Boxes) -> None:
+def _tell_changed(file: _File, count: int) -> None:
     """Warns of the boxes of a file that are not taken."""
-    if count := sum(len(boxes) - len(good[i]) for i, boxes in every.items()):
+    if count:
         _log.warning(
             "%s: %d parts of the state have changed since they were stored: copies are taken.",
             *(file.path, count),

@@ -147,26 +147,9 @@ def structure_of(
     """
     arrays = [PlannedArray.of(leaf, devices_per_process) for leaf in named.values()]
     everyone = (*range(process_count),)
-    layouts = [_layout_of(each, everyone) for each in arrays]
-    index = {path: position for position, path in enumerate(named)}
-    consumed = frozenset(index[path] for each in bindings for path in each.consumed)
-    structure = Structure(
-        leaves=leaves_of(named, arrays, layouts, consumed),
-        layouts=tuple(layouts),
-        bindings=bindings,
-        index=index,
-        picks={},
-        whole_picks={},
-        placement="",
-        sites=None,
-        local_picks={},
-        replicated=(),
-        grid=grid_of(()),
-        lead=Lead(),
-        everywhere=frozenset(
-            i for i, x in enumerate(layouts) if not x.cuts and x.replicas == (everyone,)
-        ),
-    )
+    layouts = tuple(_layout_of(each, everyone) for each in arrays)
+    leaves = leaves_of(named, arrays, layouts, bindings)
+    structure = Structure(leaves, layouts, bindings, process_count, grid_of(()), Lead())
     return dataclasses.replace(structure, sites=PlannedSites(structure.touched, arrays))
 
 

@@ -7,7 +7,7 @@ import functools
 import hashlib
 from collections.abc import Collection, Hashable, Iterable, Mapping, Sequence
 from concurrent.futures import Future
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import jax
@@ -44,17 +44,16 @@ class Structure:
         leaves: description of each leaf, in tree order.
         layouts: layout of each leaf, with all processes that hold each box.
         bindings: update of each recorder, tied to the leaves; none without a recorder.
-        index: leaf path to position.
+        process_count: number of processes of the program.
+        grid: devices of the state.
+        lead: the one of them whose replica is saved.
         picks: boxes of each leaf that this process owns and takes.
         whole_picks: whole shards that this process accounts for, in fingerprints on devices.
         placement: digest of where the leaves of the update lie: devices, mesh, and cuts.
         sites: places at which this process samples leaves of updates; None without a recorder.
         local_picks: all boxes of each leaf that every process of several has for itself.
         replicated: boxes that lie on several devices in copies declared equal.
-        grid: devices of the state.
-        lead: the one of them whose replica is saved.
         ephemeral: positions of the leaves that are saved with bases alone.
-        everywhere: positions of the numbers that every process has.
         devices: ids of the devices on which the leaves of updates lie, in a program's order.
         on_accelerator: True if some leaves lie where the host cannot read them in place.
     """
@@ -62,19 +61,30 @@ class Structure:
     leaves: tuple[Leaf, ...]
     layouts: tuple[sharding.Layout, ...]
     bindings: tuple[Binding, ...]
-    index: dict[str, int]
-    picks: dict[int, tuple[transfer.Pick, ...]]
-    whole_picks: dict[int, tuple[transfer.Pick, ...]]
-    placement: str
-    sites: Sites | None
-    local_picks: dict[int, tuple[transfer.Pick, ...]]
-    replicated: tuple[replicas.Site, ...]
+    process_count: int
     grid: DeviceGrid
     lead: Lead
+    picks: dict[int, tuple[transfer.Pick, ...]] = field(default_factory=dict)
+    whole_picks: dict[int, tuple[transfer.Pick, ...]] = field(default_factory=dict)
+    placement: str = ""
+    sites: Sites | None = None
+    local_picks: dict[int, tuple[transfer.Pick, ...]] = field(default_factory=dict)
+    replicated: tuple[replicas.Site, ...] = ()
     ephemeral: frozenset[int] = frozenset()
-    everywhere: frozenset[int] = frozenset()
     devices: tuple[int, ...] = ()
     on_accelerator: bool = False
+
+    @functools.cached_property
+    def index(self) -> dict[str, int]:
+        """Leaf path to position."""
+        return {leaf.path: position for position, leaf in enumerate(self.leaves)}
+
+    @functools.cached_property
+    def everywhere(self) -> frozenset[int]:
+        """Positions of the numbers that every process has."""
+        everyone = ((*range(self.process_count),),)
+        numbers = (i for i, each in enumerate(self.layouts) if not each.cuts)
+        return frozenset(i for i in numbers if self.layouts[i].replicas == everyone)
 
     @functools.cached_property
     def ranks(self) -> Ranks:
@@ -321,11 +331,9 @@ class Snapshots:
         ranks, written = grid.ranks(self._lead.position), layouts
         if self._lead.is_apart:
             written = [sole(each, x, ranks) for each, x in zip(layouts, arrays, strict=True)]
-        index = {path: position for position, path in enumerate(named)}
-        consumed = frozenset(index[path] for each in bindings for path in each.consumed)
-        leaves = leaves_of(named, arrays, written, consumed)
+        leaves = leaves_of(named, arrays, written, bindings)
         picks, local_picks = _picks(leaves, arrays, ranks)
-        process, everyone = jax.process_index(), ((*range(jax.process_count()),),)
+        process = jax.process_index()
         whole_picks = {
             i: picks[i]
             if leaves[i].cuts == layouts[i].cuts
@@ -336,19 +344,14 @@ class Snapshots:
             leaves=leaves,
             layouts=tuple(layouts),
             bindings=bindings,
-            index=index,
+            process_count=jax.process_count(),
             picks=picks,
             whole_picks=whole_picks,
-            placement="",
-            sites=None,
             local_picks=local_picks,
             replicated=replicas.replicated_sites(tuple(named), arrays),
             grid=grid,
             lead=self._lead,
-            ephemeral=_ephemeral(self._ephemeral, index, bindings),
-            everywhere=frozenset(
-                i for i, x in enumerate(layouts) if not x.cuts and x.replicas == everyone
-            ),
+            ephemeral=_ephemeral(self._ephemeral, tuple(named), bindings),
             on_accelerator=any(map(transfer.on_accelerator, arrays)),
         )
         return self._with_update(structure, arrays) if bindings else structure
@@ -373,7 +376,7 @@ def leaves_of(
     named: Mapping[str, Any],
     arrays: Sequence[Any],
     layouts: Sequence[sharding.Layout],
-    consumed: frozenset[int],
+    bindings: Sequence[Binding],
 ) -> tuple[Leaf, ...]:
     """Descriptions of the leaves, with the owner of each box.
 
@@ -381,11 +384,13 @@ def leaves_of(
         named: leaves by leaf path.
         arrays: their plain arrays, which may be abstract.
         layouts: their boxes, and the processes that may write each.
-        consumed: positions of what updates consume.
+        bindings: update of each recorder.
 
     Raises:
         MismatchError: a leaf has a type that cannot be stored.
     """
+    paths = {path for each in bindings for path in each.consumed}
+    consumed = frozenset(i for i, path in enumerate(named) if path in paths)
     itemsizes_bytes = [_itemsize_bytes(path, a) for path, a in zip(named, arrays, strict=True)]
     shares = ownership.share_out(layouts, itemsizes_bytes, consumed)
     return tuple(
@@ -439,20 +444,20 @@ def _picks(
 
 
 def _ephemeral(
-    patterns: Sequence[str], index: Mapping[str, int], bindings: Sequence[Binding]
+    patterns: Sequence[str], every: Sequence[str], bindings: Sequence[Binding]
 ) -> frozenset[int]:
     """Positions of the leaves that some patterns fit."""
     found = frozenset[int]()
     bound = bound_paths(bindings)
     for pattern in patterns:
-        paths = [path for path in index if trees.matches(path, pattern)]
-        if wrong := sorted(bound.intersection(paths)) or (not paths and ["no leaf"]):
+        paths = {i: path for i, path in enumerate(every) if trees.matches(path, pattern)}
+        if wrong := sorted(bound.intersection(paths.values())) or (not paths and ["no leaf"]):
             raise RecorderError(
                 f"ephemeral={pattern!r}: expected leaves that no Recorder's update takes, returns "
                 f"or counts with, found {', '.join(wrong[:3])}. Nothing was saved; name what a "
                 "transformation before the Recorder keeps, such as 'opt_state/0/residual'."
             )
-        found |= {index[path] for path in paths}
+        found |= paths.keys()
     return found
 
 

@@ -317,8 +317,9 @@ class _Run:
     @contextlib.contextmanager
     def _computing(self, is_computing: bool) -> Iterator[None]:
         """Has the devices seem to compute still what is saved."""
-        ready = (lambda array: not isinstance(array, jax.Array)) if is_computing else None
-        with mock.patch.object(transfer, "is_ready", ready) if ready else contextlib.nullcontext():
+        with contextlib.ExitStack() as stack:
+            if is_computing:
+                stack.enter_context(mock.patch.object(transfer, "are_ready", return_value=False))
             yield
 
     def look(self, number: int) -> None:

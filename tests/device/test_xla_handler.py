@@ -87,8 +87,8 @@ def test_threads_that_begin_at_once_register_one_handler(monkeypatch):
         xla_call.begin()
 
     callers = [threading.Thread(target=begin) for _ in range(8)]
-    monkeypatch.setattr(xla_call, "_state", xla_call._State())
-    monkeypatch.setattr(xla_call, "_try", lambda: begun.append(None))
+    monkeypatch.setattr(xla_call, "_trials", [])
+    monkeypatch.setattr(xla_call, "_tried", lambda: begun.append(None))
     monkeypatch.setattr(threading.Thread, "start", start_slowly)
     for each in callers:
         each.start()

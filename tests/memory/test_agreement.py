@@ -70,7 +70,8 @@ def covers(offers: list[Offer], step: int) -> bool:
             for offer in offers
             for each in offer.steps
             if each.step == step
-            for box in offer.boxes(each).get(i, ())
+            for leaf, box in offer.boxes(each)
+            if leaf == i
         }
         if sum(box.size for box in boxes) != size:
             return False
@@ -128,19 +129,19 @@ def test_an_offer_is_read_as_it_was_told(offers):
 @given(runs(), st.data())
 def test_each_box_is_given_by_one_that_has_it(offers, data):
     at = data.draw(st.permutations(range(len(offers))))  # files lie with other processes now
-    held = {process: [offers[n].boxes(offers[n].steps[0])] for n, process in enumerate(at)}
+    held = {process: offers[n].boxes(offers[n].steps[0]) for n, process in enumerate(at)}
     found = agreement.givers(held)
     for i, size in enumerate(SIZES):
         assert sum(box.size for leaf, box in found if leaf == i) == size
     for (i, box), giver in found.items():
-        assert any(box in boxes.get(i, ()) for boxes in held[giver])
+        assert (i, box) in held[giver]
 
 
 def test_a_bad_copy_is_not_offered():
     box = Box((0,), (5,))
     held = Held({}, {1: {1: (box,)}, 2: {2: (Box((), ()),)}})
     offer = Offer("run", 0, 3, held, (OfferedStep(4, None, (), bad=(1,)),))
-    assert offer.boxes(offer.steps[0]) == {2: (Box((), ()),)}
+    assert offer.boxes(offer.steps[0]) == {(2, Box((), ()))}
 
 
 @pytest.mark.parametrize("stored", [8, None, 5])
@@ -160,10 +161,11 @@ def test_a_copy_that_differs_is_told_with_owner_and_holder(at):
     sums, other = {(0, Box((0,), (5,))): 17}, {(0, Box((0,), (5,))): 18}
     own = digests_of(boxes, other if at == "own" else sums)
     copies = digests_of({0: boxes[1]}, other if at == "copies" else sums)
-    first = peers.report({0: 3}, own, {}, 6)
-    reports = [first, peers.report({0: 4}, {}, copies, 6)]
+    first = {"sums": [3], "own": own, "copies": {}, "folded": 6}
+    second = {"sums": [4], "own": {}, "copies": copies, "folded": 6}
+    reports = [first, second]
     assert peers.judged(reports) == {"sums": [7], "bad": [(0, 1)]}
-    late = [first, peers.report({0: 4}, {}, copies, 5)]  # of another step: nothing is known
+    late = [first, second | {"folded": 5}]  # of another step: nothing is known
     assert peers.judged(late) == {"sums": [7], "bad": []}
 
 

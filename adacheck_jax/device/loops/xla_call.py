@@ -9,8 +9,8 @@ with the steps before and after it, as it does on an accelerator.
 The handlers are compiled in a background thread. Until they work (:func:`is_ready`), and where they
 do not, arrays are fingerprinted and sampled from host memory.
 
-Any thread may call. The background thread alone writes what it made, ``works`` last; nobody holds a
-lock. XLA calls the handlers from threads of its own, without Python's lock.
+Any thread may call, and has what the background thread made from its future. XLA calls the handlers
+from threads of its own, without Python's lock.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ import functools
 import logging
 import threading
 from collections.abc import Sequence
-from dataclasses import dataclass
+from concurrent.futures import Future
 from typing import Any
 
 import jax
@@ -27,6 +27,7 @@ import jax.ffi
 import jax.numpy as jnp
 import numpy as np
 
+from adacheck_jax.device.background import in_background
 from adacheck_jax.device.loops import shard_tables
 from adacheck_jax.format import byte_loops, fingerprint
 from adacheck_jax.format.boxes import Box
@@ -75,50 +76,41 @@ def _with_effort(table: jax.Array) -> jax.Array:
     return table + (jnp.sum(some.T @ some) < 0).astype(jnp.uint32)
 
 
+_lock = threading.Lock()
+_trials: list[Future[bool]] = []
+"""The one trial of this process's handlers; its result is True if programs can call them."""
+_handlers: list[Any] = []
+"""The handlers, whose code lives as long as the process."""
+
+
 def begin() -> None:
     """Compiles and tries the handler in the background, if the process has CPU devices alone."""
     if jax.default_backend() != "cpu":
         return
     with _lock:  # XLA refuses a second handler, and the first one's code would be let go of
-        if not _state.thread:
-            thread = threading.Thread(target=_try, name="adacheck_compile")
-            thread.start()
-            _state.thread = thread  # whoever sees it may wait for it
+        if not _trials:
+            _trials.append(in_background(_tried))
 
 
 def is_ready() -> bool:
     """True if programs can call the loops by now."""
-    return _state.works
+    return any(each.done() and each.result() for each in _trials)
 
 
 def wait() -> bool:
     """Waits until the handler was tried; returns True if programs can call the loops."""
     begin()
-    if _state.thread:
-        _state.thread.join()
-    return _state.works
+    return any(each.result() for each in _trials)
 
 
-@dataclass(slots=True)
-class _State:
-    """The process's handlers; their code lives as long as the process."""
-
-    thread: threading.Thread | None = None
-    handlers: Any = None
-    works: bool = False
-
-
-_state = _State()
-_lock = threading.Lock()
-
-
-def _try() -> None:
+def _tried() -> bool:
+    """Compiles the handlers, and compares what they compute with numpy's."""
     byte_loops.lower_priority()
     try:
         from adacheck_jax.device.loops import xla_handler  # imports numba
 
-        _state.handlers = xla_handler.compiled()
-        for target, handler in zip((_SUMS, _SAMPLES), _state.handlers, strict=True):
+        _handlers.extend(xla_handler.compiled())
+        for target, handler in zip((_SUMS, _SAMPLES), _handlers, strict=True):
             jax.ffi.register_ffi_target(target, jax.ffi.pycapsule(handler.ctypes), platform="cpu")
         block = np.arange(3 * 1111, dtype=np.uint32).reshape(3, 1111)
         given = [jnp.asarray(block)]
@@ -128,9 +120,10 @@ def _try() -> None:
         table, _ = shard_tables.of_samples([box], [4], [17], [100], [0])
         call = functools.partial(samples, size_bytes=400)
         taken = np.asarray(jax.jit(call)(given, table, np.array([9], np.int32))).view(np.uint32)
-        _state.works = is_sum and np.array_equal(taken, block[box.slices].reshape(-1)[9::17][:100])
+        if is_sum and np.array_equal(taken, block[box.slices].reshape(-1)[9::17][:100]):
+            return True
         why: object = "the results differ"
     except Exception as error:
         why = error
-    if not _state.works:
-        _log.info("XLA programs do not call the compiled loops here: %s", why)
+    _log.info("XLA programs do not call the compiled loops here: %s", why)
+    return False

@@ -35,7 +35,7 @@ from adacheck_jax.memory.files.step_file import (
     StepFile,
     sums_of,
 )
-from adacheck_jax.memory.holdings import Held
+from adacheck_jax.memory.holdings import Held, LeafBox
 from adacheck_jax.state.exported_update import ExportedUpdate
 from adacheck_jax.state.snapshot import Structure
 from adacheck_jax.update.elements.host_fold import HostFold, fill
@@ -155,9 +155,9 @@ class Journal(StepFile):
         blocks = self._blocks()
         if not self.place.run:  # nobody has a copy
             return Found(header["step"], blocks, header["sums"])
-        sums, changed = sums_of(blocks), set[tuple[int, Box]]()
+        sums, changed = sums_of(blocks), set[LeafBox]()
         for i, told in (header["folded"] or {}).items():
-            boxes = [(int(i), box) for box in self._held.boxes(int(i))]
+            boxes = [(int(i), box) for box in self.held.boxes(int(i))]
             changed |= {x for x, old in zip(boxes, told, strict=True) if sums[x] != old}
         return Found(header["step"], blocks, header["sums"], changed, sums)
 
@@ -165,7 +165,7 @@ class Journal(StepFile):
         """All boxes that the file holds for sure."""
         found = {i: self.own(i) for i in self._places}
         for i, leaf in enumerate(self._structure.leaves):
-            if leaf.nbytes and i not in found and self._held.boxes(i):
+            if leaf.nbytes and i not in found and self.held.boxes(i):
                 found[i] = self.fold.blocks(i)
         return found
 

@@ -18,7 +18,7 @@ from typing import Any
 
 import numpy as np
 
-from adacheck_jax.format.boxes import Blocks, Box
+from adacheck_jax.format.boxes import Blocks
 from adacheck_jax.memory.files.shadow_file import ShadowFile, ShadowFileError, framed, unframed
 from adacheck_jax.memory.files.step_file import (
     LEAF_HEADER_BYTES,
@@ -31,7 +31,7 @@ from adacheck_jax.memory.files.step_file import (
     aligned,
     sums_of,
 )
-from adacheck_jax.memory.holdings import Held, OfBoxes
+from adacheck_jax.memory.holdings import Held, LeafBox, OfBoxes
 from adacheck_jax.state.exported_update import ExportedUpdate
 from adacheck_jax.state.snapshot import Structure
 from adacheck_jax.update.elements.host_fold import UnfitError, fill
@@ -73,8 +73,9 @@ class RecordLog(StepFile):
         self._places, self._state_bytes = self._placed(self._leaves, 0)
         replayed = structure.computed - update.stored
         received = [i for i in self._leaves if i not in replayed]
-        self._record_bytes = self._placed(received, 0)[1] + _head_bytes(received)
-        self._end = self._state_bytes
+        head = framed({"head": [[], [], received]})  # about what a step's is
+        self._record_bytes = self._placed(received, 0)[1] + aligned(len(head))
+        self._end = self._reserved_bytes = self._state_bytes
         header_bytes = 1024 + LEAF_HEADER_BYTES * len(structure.leaves) * (2 if place.run else 1)
         sizes = self._description_bytes, header_bytes
         least = ShadowFile(place.path, *sizes, 0).size_bytes
@@ -87,10 +88,6 @@ class RecordLog(StepFile):
     @property
     def _layout(self) -> str:
         return f"{self._places} {self.file.size_bytes}"
-
-    def create(self) -> None:
-        """Make the file, with memory for a state; see :meth:`StepFile.create`."""
-        self._create(self._state_bytes)
 
     def is_filled(self, ahead: int = 0) -> bool:
         """True if a new state is due, after which there is room again.
@@ -139,7 +136,7 @@ class RecordLog(StepFile):
 
     def _placed(self, leaves: Sequence[int], start: int) -> tuple[Places, int]:
         """Places for the boxes of some leaves, behind their fingerprints."""
-        count = sum(len(self._held.boxes(i)) for i in leaves) if self.place.run else 0
+        count = sum(len(self.held.boxes(i)) for i in leaves) if self.place.run else 0
         return self._lay_out(leaves, start + aligned(_SUM_BYTES * count))
 
     def _put(self, places: Places, blocks: Mapping[int, Blocks], start: int) -> OfBoxes:
@@ -158,7 +155,7 @@ class RecordLog(StepFile):
     def _told_sums(self, count: int, start: int) -> np.ndarray:
         return self.file.data[start : start + _SUM_BYTES * count].view(np.uint64)
 
-    def _changed(self, views: Mapping[int, Blocks], start: int) -> frozenset[tuple[int, Box]]:
+    def _changed(self, views: Mapping[int, Blocks], start: int) -> frozenset[LeafBox]:
         """The boxes whose elements are not those that were stored."""
         if not self.place.run:
             return frozenset()
@@ -187,8 +184,3 @@ class RecordLog(StepFile):
             records.append(replace(told, blocks=self._views(places)))
             changed |= self._changed(records[-1].blocks, begin)
         return Found(header["step"], state, header["sums"], changed, records=records)
-
-
-def _head_bytes(leaves: Sequence[int]) -> int:
-    """Bytes that tell what a step stores, about."""
-    return aligned(len(framed({"head": [[], [], [*leaves]]})))

@@ -24,7 +24,7 @@ from adacheck_jax.memory.files.shadow_file import (
     peek,
     remove_unused,
 )
-from adacheck_jax.memory.holdings import Held, OfBoxes
+from adacheck_jax.memory.holdings import Held, LeafBox, OfBoxes
 from adacheck_jax.memory.peers import Peers
 from adacheck_jax.state.exported_update import ExportedUpdate
 from adacheck_jax.state.snapshot import Structure
@@ -144,7 +144,7 @@ class Found:
     step: int
     blocks: Mapping[int, Blocks]
     sums: Sequence[int]
-    changed: AbstractSet[tuple[int, Box]] = frozenset()
+    changed: AbstractSet[LeafBox] = frozenset()
     box_sums: OfBoxes = field(default_factory=dict)
     records: Sequence[Recorded] = ()
 
@@ -206,16 +206,19 @@ class StepFile:
 
     Attributes:
         place: its place.
+        held: the boxes in it.
         file: the file itself.
     """
 
     kind = ""
     file: ShadowFile
+    _reserved_bytes: int | None = None
+    """Bytes of the data that have memory once it is made; None for all of them."""
 
     def __init__(
         self, place: FilePlace, structure: Structure, update: ExportedUpdate, held: Held
     ) -> None:
-        self.place, self._structure, self._held = place, structure, held
+        self.place, self._structure, self.held = place, structure, held
         self._told_state, self._number = state_told(structure, update), 0
         self._told_held = held.to_json() if place.run else None
 
@@ -234,10 +237,8 @@ class StepFile:
         Raises:
             ShadowFileError: it cannot be had.
         """
-        self._create()
-
-    def _create(self, reserved_bytes: int | None = None) -> None:
-        self.file.create({**self._description(), "bytes": self.file.size_bytes}, reserved_bytes)
+        told = {**self._description(), "bytes": self.file.size_bytes}
+        self.file.create(told, self._reserved_bytes)
 
     def open(self) -> None:
         """Take the file that another process has left.
@@ -245,7 +246,7 @@ class StepFile:
         Raises:
             ShadowFileError: there is none, or it is of something else.
         """
-        found, found_bytes = self.file.open(), self.file.found_bytes
+        found, (found_bytes, _) = self.file.open(), self.place.found_bytes
         size_bytes = found.get("bytes", found_bytes)
         try:
             if size_bytes == found_bytes:
@@ -314,7 +315,7 @@ class StepFile:
         places: Places = {}
         for i in leaves:
             places[i] = []
-            for box in self._held.boxes(i):
+            for box in self.held.boxes(i):
                 places[i].append((box, start))
                 start += aligned(box.size * self._structure.leaves[i].itemsize_bytes)
         return places, start
@@ -346,7 +347,7 @@ class StepFile:
                 sums = own
             steps.setdefault(header["step"], OfferedStep(header["step"], sums, own, bad))
         place = self.place
-        return Offer(place.run, place.process, place.count, self._held, tuple(steps.values()))
+        return Offer(place.run, place.process, place.count, self.held, tuple(steps.values()))
 
     def _headers(self) -> list[Mapping[str, Any]]:
         """The headers of the steps that the file may be brought to, the newest first.

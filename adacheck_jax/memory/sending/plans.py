@@ -73,7 +73,8 @@ def plan_of(snapshot: Snapshot, parts: Sequence[HeldBox], leaves: frozenset[int]
     structure, arrays, process = snapshot.structure, snapshot.arrays, jax.process_index()
     of_state: Any = arrays[parts[0].leaves[0]]
     platform = next(iter(of_state.sharding.device_set)).platform
-    pieces, ends = _laid_out(snapshot, parts, leaves, sending.lanes(platform))
+    lane_of, senders = sending.lanes(platform)
+    pieces, ends = _laid_out(snapshot, parts, leaves, lane_of)
     pairs, made = _rounds(ends), list[tuple[sending.Round, sending.Lengths]]()
     for each in pairs:
         words: dict[int, int] = {}
@@ -83,7 +84,7 @@ def plan_of(snapshot: Snapshot, parts: Sequence[HeldBox], leaves: frozenset[int]
         made.append((tuple(sorted(each.items())), sending.lengths_of(words)))
     picks, received = [], list[Sequence[SentBox]]()
     for each in pairs:
-        lanes = [list[tuple[int, transfer.Pick]]() for _ in range(sending.lane_count(platform))]
+        lanes = [list[tuple[int, transfer.Pick]]() for _ in range(senders.shape[1])]
         for x in pieces.get((process, each.get(process, -1)), ()):
             (pick,) = transfer.picks_of(arrays[x.leaf], [x.box], structure.ranks)
             lanes[x.lane].append((x.leaf, pick))
@@ -105,7 +106,7 @@ def _laid_out(
     snapshot: Snapshot,
     parts: Sequence[HeldBox],
     leaves: frozenset[int],
-    lanes: Mapping[int, tuple[int, int]],
+    lane_of: Mapping[int, int],
 ) -> tuple[dict[_Pair, list[SentBox]], dict[_Pair, dict[tuple[int, int], int]]]:
     """Boxes that this process sends or gets, and the words of all rows by lane and width."""
     structure, process = snapshot.structure, jax.process_index()
@@ -115,7 +116,7 @@ def _laid_out(
         owner, itemsize = each.owners[0], structure.leaves[i].itemsize_bytes
         width = min(itemsize, 4)
         count = each.box.size * itemsize // width
-        lane = lanes[_device_of(structure, snapshot.arrays[i], owner, each.box)][1]
+        lane = lane_of[_device_of(structure, snapshot.arrays[i], owner, each.box)]
         for holder in each.owners[-each.sent :]:
             of_pair = ends.setdefault((owner, holder), {})
             start = of_pair.get((lane, width), 0)

@@ -8,7 +8,7 @@ A process that consented sends, also if its save fails after that.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any
 
@@ -27,7 +27,7 @@ from adacheck_jax.state.snapshot import Snapshot
 _REMEMBERED = 8
 
 
-class Received(Mapping[int, Blocks]):
+class Received(transfer.Arriving):
     """Boxes of other processes on their way here, by leaf; zeros for those that do not come.
 
     Args:
@@ -39,12 +39,12 @@ class Received(Mapping[int, Blocks]):
 
     def __init__(self, plan: SendPlan) -> None:
         self.rows, self._plan = Future[Sequence[Any] | None](), plan
-        self._leaves = {each.leaf for pieces in plan.received for each in pieces}
+        self._known = {each.leaf for pieces in plan.received for each in pieces}
         self._blocks: dict[int, dict[Box, np.ndarray]] | None = None
 
     def joined(self, blocks: Mapping[int, Blocks]) -> Mapping[int, Blocks]:
         """These boxes beside those that this process has, of the same leaves."""
-        self._leaves |= self._plan.kept.keys() & {*blocks}
+        self._known = {*self._known, *(self._plan.kept.keys() & {*blocks})}
         return transfer.Merged(blocks, self)
 
     def lost(self) -> set[int]:
@@ -58,15 +58,6 @@ class Received(Mapping[int, Blocks]):
         every = (box for _, box in self._plan.kept[leaf])
         return {x: found[x] if x in found else np.broadcast_to(nothing, x.shape) for x in every}
 
-    def __contains__(self, leaf: object) -> bool:
-        return leaf in self._leaves
-
-    def __iter__(self) -> Iterator[int]:
-        return iter(sorted(self._leaves))
-
-    def __len__(self) -> int:
-        return len(self._leaves)
-
     def _found(self) -> Mapping[int, Blocks]:
         if self._blocks is None:
             try:
@@ -78,7 +69,8 @@ class Received(Mapping[int, Blocks]):
     def _arrived(self) -> dict[int, dict[Box, np.ndarray]]:
         found = dict[int, dict[Box, np.ndarray]]()
         for lanes, pieces in zip(self.rows.result() or (), self._plan.received, strict=False):
-            rows = [{x.dtype.itemsize: x for x in map(_flat, lane)} for lane in lanes]
+            arrays = ([np.asarray(row).reshape(-1) for row in lane] for lane in lanes)
+            rows = [{x.dtype.itemsize: x for x in lane} for lane in arrays]
             for each in pieces:
                 words = rows[each.lane][each.width][each.start : each.start + each.count]
                 block = words.view(self._plan.dtypes[each.leaf]).reshape(each.box.shape)
@@ -186,7 +178,3 @@ class Wire:
             made = plans.plan_of(snapshot, parts, leaves)
             self._plans[key] = (structure, update), made
         return self._plans[key][1]
-
-
-def _flat(row: Any) -> np.ndarray:
-    return np.asarray(row).reshape(-1)
