@@ -39,7 +39,7 @@ from adacheck_jax.save.background_bases import BackgroundBases
 from adacheck_jax.save.copies import HostCopies
 from adacheck_jax.save.line.kept import Keeper, repeated
 from adacheck_jax.save.line.notices import Notices, tell_given_up
-from adacheck_jax.save.line.parents import Parent, Tip
+from adacheck_jax.save.line.parents import Parent
 from adacheck_jax.save.line.planner import Planner, is_computed, name_of, sums_of
 from adacheck_jax.save.one_save import Save
 from adacheck_jax.save.pending import Pending
@@ -180,7 +180,7 @@ class Saver:
         if planned.given_up:
             planner.deferred.give_up(0, planned.given_up)
         try:
-            own, witness, copies = self._stager.stage(snapshot, course, str(directory), consent)
+            own, copies = self._stager.stage(snapshot, course, str(directory), consent)
             is_exported = planned.update is not NOT_YET
             self._stager.returned.clear()
             exporting = None if is_exported else self._stager.export(planned.structure)
@@ -197,12 +197,11 @@ class Saver:
             save.base = self._stager.base_writer(course, copies, directory)
         # Until the save is committed this directory does not exist, and if it fails it never will:
         # the next save looks at the disk, finds no parent, and writes a base.
-        tip = Tip(planned.step, save.depth, own, copies.kept, witness)
         if not is_exported:
             blocks = with_others(snapshot, copies.held, planned.structure.touched)
             begun = ShadowStep(own, own.step, blocks, own.sums)
-            self._stager.prepare_next(tip, snapshot, begun, is_restored=False)
-        following = Parent(directory, number, tip, save)
+            self._stager.prepare_next(own, snapshot, begun, is_restored=False)
+        following = Parent(directory, number, own, save)
         planner.parents.advance(following)
         planner.deferred.advance(following, len(planner.deferred))
         if planned.is_base:
@@ -265,10 +264,9 @@ class Saver:
                     self._stager.last_base = saved.save
                 return saved.save
             self.kept.let_go()
-            parent, tips = planner.deferred_until(directory, number)
-            steps = planner.deferred.steps[: len(tips)]
+            parent, steps = planner.deferred_until(directory, number)
             save = self._save(steps, directory, number, parent, exchange)
-            following = Parent(directory, number, tips[-1], save)
+            following = Parent(directory, number, steps[-1], save)
             planner.parents.advance(following)
             planner.deferred.advance(following, len(steps))
             self._note_position()
@@ -375,11 +373,12 @@ class Saver:
         course = planner.plan_deferred(snapshot, parent, number, again, away_bytes)
         if isinstance(course, str):
             return course
-        before = parent.tip.staged
-        is_known = is_computed(snapshot) and not (before and before.plan.is_speculative)
+        before = parent.tip
+        is_known = is_computed(snapshot)
+        is_known = is_known and not (isinstance(before, Pending) and before.plan.is_speculative)
         label = f"recorded step {number}"
         try:
-            own, witness, copies = self._stager.stage(snapshot, course, label, consent)
+            own, copies = self._stager.stage(snapshot, course, label, consent)
             copies.wait()
         finally:
             self._stager.wire.finish()
@@ -388,8 +387,6 @@ class Saver:
         waits = away_bytes is not None or (is_alone and planner.distrust.is_cautious)
         if is_alone and is_known and not waits:  # before the worker takes turns with this thread
             waits = not own.seems_planned(snapshot.counts())
-        depth = parent.tip.depth + len(deferred) + 1
-        tip = Tip(number, depth, own, copies.kept, witness)
         is_collective = second_copy.is_collective(snapshot, course.plan.update)
         compares = own.compare is not None and is_collective
         with contextlib.ExitStack() as undo:
@@ -397,7 +394,7 @@ class Saver:
             if compares and not self._stager.wire.agrees(consent, name_of(course.plan, snapshot)):
                 return "not all processes compare it with the same replay"
             undo.pop_all()
-        deferred.add(tip, own, drains=snapshot.structure.on_accelerator)
+        deferred.add(own, drains=snapshot.structure.on_accelerator)
         if compares:
             with contextlib.suppress(AdaCheckError):  # raised by the save of this step
                 own.compared()
@@ -459,12 +456,12 @@ def _why_not_same(snapshot: Snapshot, parent: Parent) -> str:
     """Raises ValueError if a step was saved with another state; the reason if it was not saved."""
     if parent.save is not None and parent.save.is_lost:
         return f"step {parent.tip.step} was not saved"
-    structure, known, found = snapshot.structure, parent.sums(), sums_of(snapshot)
+    structure, known, found = snapshot.structure, parent.tip.sums(), sums_of(snapshot)
     leaves = (i for i in known if i not in structure.ephemeral and known[i] != found[i])
     other = next((f" and other bits in {structure.leaves[i].path}" for i in leaves), "")
-    if other or snapshot.counts() != parent.counts():
+    if other or snapshot.counts() != parent.tip.counts():
         raise ValueError(
-            f"expected step {parent.tip.step} as it was saved, with {shown(parent.counts())} "
+            f"expected step {parent.tip.step} as it was saved, with {shown(parent.tip.counts())} "
             f"updates, found a state with {shown(snapshot.counts())}{other}. It was not recorded; "
             "the steps before are not affected. Give record_step the numbers of the steps as the "
             "manager counts them."

@@ -26,13 +26,12 @@ from adacheck_jax.memory.shadow_state import ShadowStep
 from adacheck_jax.plan.decision import replays
 from adacheck_jax.plan.options import Options
 from adacheck_jax.plan.save_plan import SavePlan
-from adacheck_jax.proof.checker import Comparison, Witness
+from adacheck_jax.proof.checker import Witness
 from adacheck_jax.save import copies as host_copies
 from adacheck_jax.save.copies import HostCopies
-from adacheck_jax.save.line.parents import Tip
 from adacheck_jax.save.line.planner import Course, Planner
 from adacheck_jax.save.one_save import Save
-from adacheck_jax.save.pending import Pending
+from adacheck_jax.save.pending import Pending, Tip
 from adacheck_jax.state.exported_update import ExportedUpdate
 from adacheck_jax.state.snapshot import Snapshot, Structure
 from adacheck_jax.store.base_writer import BaseWriter, EarlierBase, seldom_changed
@@ -94,8 +93,8 @@ class Stager:
         course: Course,
         label: str,
         consent: Consent | None,
-    ) -> tuple[Pending, Witness | None, HostCopies]:
-        """The step on its way to the disk, the witness of its state, and copies of it to wait for.
+    ) -> tuple[Pending, HostCopies]:
+        """The step on its way to the disk, and copies of its state to wait for.
 
         It is called once a replay was compared, behind which devices fingerprint the whole state.
         """
@@ -120,33 +119,29 @@ class Stager:
                 snapshot, planned, seconds, every_replica=every_replica
             )
             own = self._pending(snapshot, course, label, copies)
-            own.compare, witness = self._compared(snapshot, course, own)
+            self._compare(snapshot, course, own)
         if follows:
             self._follow(snapshot, course, own, copies, received)
         elif planned.has_witness:
             blocks = with_others(snapshot, copies.held, planned.structure.touched)
             begun = ShadowStep(own, own.step, blocks, own.sums)
             self._shadow.start(planned.structure, planned.update, _with(begun, received))
-        return own, witness, copies
+        return own, copies
 
     def _pending(
         self, snapshot: Snapshot, course: Course, label: str, copies: HostCopies
     ) -> Pending:
         """The step with what is written of it."""
-        planned, tip = course.plan, course.tip
-        before, picks, parent = tip.staged if tip else None, planned.structure.local_picks, None
-        if tip is not None and before is None and course.parent is not None:
-            parent = (tip.step, course.parent.counts())
+        planned, picks = course.plan, course.plan.structure.local_picks
         return Pending(
             planned,
             label,
             copies,
-            None if planned.is_base else self._delta_writer(planned, copies, tip),
+            None if planned.is_base else self._delta_writer(planned, copies, course.tip),
             transfer.stage({i: snapshot.arrays[i] for i in picks}, picks),
             self.worker,
-            parent=parent,
-            before=before if planned.is_speculative else None,
-            again=course.again if planned.is_speculative else None,
+            before=course.tip,
+            again=course.again,
         )
 
     def _follow(
@@ -169,24 +164,22 @@ class Stager:
         wrong = structure.computed.intersection(planned.stored)
         numbers = structure.everywhere.intersection(structure.consumed)
         blocks = with_others(snapshot, blocks, wrong | numbers)
-        before = course.tip.position if course.tip is not None else None
-        step = ShadowStep(own, own.step, blocks, own.sums, before, course.again)
+        step = ShadowStep(own, own.step, blocks, own.sums, course.tip, course.again)
         own.proof = self._shadow.follow(_with(step, received))
 
-    def _compared(
-        self, snapshot: Snapshot, course: Course, own: Pending
-    ) -> tuple[Comparison | None, Witness | None]:
-        """The comparison of a step that is made behind its save, and the witness of its state."""
-        planned, tip = course.plan, course.tip
-        if course.check is not None:
-            return course.compare, course.check.witness()
-        if not planned.has_witness:
-            return course.compare, None
-        checker = self._planner.checker_of(planned.structure, planned.update)
-        if planned.is_speculative and tip is not None and tip.witness is not None:
-            check = checker.begin(tip.witness, snapshot.arrays, planned.step, own.sums)
-            return check.findings, check.witness()
-        return course.compare, checker.witness(snapshot.arrays, planned.step)
+    def _compare(self, snapshot: Snapshot, course: Course, own: Pending) -> None:
+        """Begins the comparison of a step that is made behind its save; takes its witness."""
+        planned, tip, check = course.plan, course.tip, course.check
+        own.compare = course.compare
+        if check is None and planned.has_witness:
+            checker = self._planner.checker_of(planned.structure, planned.update)
+            if planned.is_speculative and tip is not None and tip.witness is not None:
+                check = checker.begin(tip.witness, snapshot.arrays, planned.step, own.sums)
+                own.compare = check.findings
+            else:
+                own.witness = checker.witness(snapshot.arrays, planned.step)
+        if check is not None:
+            own.witness = check.witness()
 
     def seconds(
         self, snapshot: Snapshot, wanted: Collection[int], *, is_base: bool
@@ -214,7 +207,7 @@ class Stager:
                 *(snapshot, update, every, consent, f"{tip.step} restored"), is_followed=is_followed
             )
             self.wire.finish()
-        return _with(ShadowStep(tip.position, tip.step, blocks, lambda: sums), received)
+        return _with(ShadowStep(tip, tip.step, blocks, lambda: sums), received)
 
     def _restored_blocks(self, snapshot: Snapshot) -> Mapping[int, Blocks]:
         """The boxes that this process has of a restored state."""
@@ -263,8 +256,8 @@ class Stager:
         def witness() -> Witness | None:
             with jax_settings.own(), arithmetic.applied():
                 found = begun()
-                if tip.staged is not None:
-                    tip.host_copies = self._planner.kept(structure, tip.host_copies)
+                if not is_restored:
+                    tip.kept = self._planner.kept(structure, tip.kept)
                 return found
 
         if held is None:
@@ -305,7 +298,7 @@ class Stager:
             planned.structure.leaves,
             copies.staged,
             planned.stored,
-            host_copies.comparable(tip.host_copies if tip else host_copies.NOTHING, planned),
+            host_copies.comparable(tip.kept if tip else host_copies.NOTHING, planned),
             self._options.compression,
             self._encodings,
             self._memory,

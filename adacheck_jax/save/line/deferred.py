@@ -6,8 +6,8 @@ import contextlib
 
 from adacheck_jax.errors import AdaCheckError
 from adacheck_jax.save.line.notices import tell_given_up
-from adacheck_jax.save.line.parents import Parent, Tip
-from adacheck_jax.save.pending import Pending
+from adacheck_jax.save.line.parents import Parent
+from adacheck_jax.save.pending import Pending, Tip
 
 _DRAINING_COUNT = 2
 _UNCHECKED_COUNT = 4
@@ -25,32 +25,30 @@ class DeferredSteps:
 
     def __init__(self) -> None:
         self.follows: Parent | None = None
-        self._tips: list[Tip] = []
+        self.steps: list[Pending] = []
         self._unproved: list[Pending] = []
 
     def __len__(self) -> int:
-        return len(self._tips)
+        return len(self.steps)
 
-    @property
-    def steps(self) -> list[Pending]:
-        """The staged steps."""
-        return [each.staged for each in self._tips if each.staged is not None]
-
-    def until(self, number: int | None) -> list[Tip]:
+    def until(self, number: int | None) -> list[Pending]:
         """The steps up to a number, oldest first; all, if that is None."""
-        return [each for each in self._tips if number is None or each.step <= number]
+        return [each for each in self.steps if number is None or each.step <= number]
 
     def tip_behind(self, parent: Parent) -> Tip:
         """The last step in memory: of the deferred ones, else the parent's own."""
-        return self._tips[-1] if self._tips else parent.tip
+        return self.steps[-1] if self.steps else parent.tip
 
     def advance(self, parent: Parent, count: int) -> None:
         """Notes that the first steps are being saved, as the parent of those that are left."""
-        self.follows, self._tips = parent, self._tips[count:]
+        for each in self.steps[:count]:
+            if each is not parent.tip:
+                each.forget()
+        self.follows, self.steps = parent, self.steps[count:]
 
-    def add(self, tip: Tip, staged: Pending, *, drains: bool) -> None:
+    def add(self, staged: Pending, *, drains: bool) -> None:
         """Adds a step; it ``drains`` if it takes device memory until it was copied to the host."""
-        self._tips.append(tip)
+        self.steps.append(staged)
         staged.begin()
         while len(self._unproved) >= (_DRAINING_COUNT if drains else _UNCHECKED_COUNT):
             with contextlib.suppress(AdaCheckError):  # raised for whoever saves or defers next
@@ -59,8 +57,7 @@ class DeferredSteps:
 
     def cut(self, count: int) -> list[Pending]:
         """Gives up all but the first steps, and returns them."""
-        given_up = self.steps[count:]
-        self._tips = self._tips[:count]
+        given_up, self.steps = self.steps[count:], self.steps[:count]
         return given_up
 
     def give_up(self, count: int, why: str) -> None:
@@ -82,7 +79,7 @@ class DeferredSteps:
         """Settles the steps in order; raises where some are not one update apart, or wrong."""
         for each in self.steps:
             each.settled()
-        if verify and self._tips:
+        if verify and self.steps:
             self.steps[-1].verify()
 
     @property

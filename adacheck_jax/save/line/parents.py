@@ -4,21 +4,14 @@ from __future__ import annotations
 
 import contextlib
 import logging
-from collections.abc import Mapping
-from concurrent.futures import Future
 from dataclasses import dataclass
 
-import jax
-
 from adacheck_jax.errors import AdaCheckError
-from adacheck_jax.format.boxes import Blocks
-from adacheck_jax.format.manifest import DeltaManifest, Leaf
-from adacheck_jax.memory.shadow_state import Position
+from adacheck_jax.format.manifest import DeltaManifest
 from adacheck_jax.plan.decision import advanced
 from adacheck_jax.plan.situation import Counts
-from adacheck_jax.proof.checker import Witness
 from adacheck_jax.save.one_save import Save
-from adacheck_jax.save.pending import Pending
+from adacheck_jax.save.pending import Tip
 from adacheck_jax.store import links
 from adacheck_jax.store.retention import KeepLineage
 from adacheck_jax.store.steps import lookup, marks
@@ -27,47 +20,6 @@ from adacheck_jax.store.storage.interface import Stamp
 from adacheck_jax.store.storage.location import AnyPath, at
 
 _log = logging.getLogger(__name__)
-
-
-@dataclass(slots=True, eq=False)
-class Tip:
-    """A step that the next one may follow, as this process has it in memory.
-
-    Attributes:
-        depth: number of deltas since the base that began its line.
-        staged: the step itself, if it was saved or deferred here; None for a restored one.
-        host_copies: copies of the leaves that the next delta may be stored as differences from.
-        witness: what the check of the next step needs of its state; None if there is nothing.
-        preparing: has another thread make the witness of a restored state.
-        restored: every leaf of a restored state, in the boxes that copies and witness are of.
-    """
-
-    step: int
-    depth: int
-    staged: Pending | None
-    host_copies: Mapping[int, Blocks]
-    witness: Witness | None
-    preparing: Future[Witness | None] | None = None
-    restored: tuple[Leaf, ...] = ()
-
-    @property
-    def leaves(self) -> tuple[Leaf, ...]:
-        """Every leaf, in its boxes."""
-        return self.restored if self.staged is None else self.staged.plan.structure.leaves
-
-    @property
-    def position(self) -> Position:
-        """The step, as the shadow knows it."""
-        return self if self.staged is None else self.staged
-
-    def wait(self) -> None:
-        """Waits until the witness is there."""
-        if (preparing := self.preparing) is not None:
-            try:
-                self.witness = preparing.result()
-            except Exception:  # costs a base, and no step
-                _log.exception("The check of the next save cannot be prepared; it will be a base.")
-            self.preparing = None
 
 
 @dataclass(slots=True, eq=False)
@@ -108,20 +60,6 @@ class Parent:
     def base_depth(self) -> int:
         """Number that its base, as far as it is known, has in its line of deltas."""
         return self._known[0].base.depth if self._known else 0
-
-    def counts(self) -> Counts:
-        """Update counters of its state; waits for them."""
-        if self.tip.staged is not None:
-            return self.tip.staged.counts()
-        return self.lineage.manifest.counts if self.lineage else ()
-
-    def sums(self) -> Mapping[int, int]:
-        """This process's contributions to the fingerprints of its state, if they are known."""
-        if self.tip.staged is not None:
-            return self.tip.staged.sums()
-        if self.lineage is None or jax.process_count() > 1:
-            return {}
-        return dict(enumerate(self.lineage.manifest.fingerprints))
 
     def look(self, others: list[Lineage]) -> None:
         """Looks for its lineage on the disk."""
@@ -192,7 +130,9 @@ class Parents:
         return self._candidates[0] if len(self._candidates) == 1 else None
 
     def advance(self, saved: Parent) -> None:
-        """Notes a step that is being saved."""
+        """Notes a step that is being saved, and is followed from now on."""
+        for each in self._candidates:
+            each.tip.forget()
         self.saved, self._candidates = saved, (saved,)
 
     def follow(self, restored: Parent) -> None:

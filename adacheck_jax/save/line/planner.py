@@ -33,8 +33,8 @@ from adacheck_jax.proof.sample import Sampling
 from adacheck_jax.save.background_bases import BackgroundBases
 from adacheck_jax.save.line.deferred import DeferredSteps
 from adacheck_jax.save.line.notices import Distrust
-from adacheck_jax.save.line.parents import Parent, Parents, Tip
-from adacheck_jax.save.pending import Pending, told
+from adacheck_jax.save.line.parents import Parent, Parents
+from adacheck_jax.save.pending import Pending, Tip, told
 from adacheck_jax.schedule.line import LineSchedule
 from adacheck_jax.state.exported_update import NOT_YET, ExportedUpdate, ExportedUpdates
 from adacheck_jax.state.snapshot import Snapshot, Snapshots, Structure
@@ -215,7 +215,7 @@ class Planner:
     ) -> Facts:
         """Facts about the step that a state with these counters would follow."""
         tip, save, saved = self.deferred.tip_behind(parent), parent.save, None
-        base_depth, before = parent.base_depth, tip.staged or parent
+        base_depth = parent.base_depth
         if save is not None:
             kind = save.plan.decision.kind
             saved = SavedFacts(save.structure, kind, save.interval, save.is_lost)
@@ -226,12 +226,12 @@ class Planner:
         return Facts(
             step=tip.step,
             depth=tip.depth - base_depth,
-            counts=None if counts is None else before.counts(),
+            counts=None if counts is None else tip.counts(),
             lineage=parent.lineage,
             deferred_count=tip.depth - parent.tip.depth,
             saved=saved,
             has_witness=fits,
-            copied=tip.host_copies,
+            copied=tip.kept,
             leaves=tip.leaves,
             has_moved=tip.witness is not None and not fits,
         )
@@ -244,7 +244,7 @@ class Planner:
         if jax.process_count() > 1:
             return self._shadow.due
         is_again = again is not None and not self._shadow.is_beyond(again)
-        if self._shadow.is_beyond(tip.position) and not is_again:
+        if self._shadow.is_beyond(tip) and not is_again:
             return "the shadow followed another step"
         return self._shadow.wants_base
 
@@ -263,7 +263,7 @@ class Planner:
         self, snapshot: Snapshot, course: Course, facts: Situation, parent: Parent, witness: Witness
     ) -> Course:
         """Compares replay with a state that is still there, and plans anew what it gets wrong."""
-        before = self.deferred.tip_behind(parent).staged or parent
+        before = self.deferred.tip_behind(parent)
         if isinstance(before, Pending):
             with contextlib.suppress(AdaCheckError):  # raised by the save of that step
                 before.verify()
@@ -398,15 +398,17 @@ class Planner:
         if (count := self.deferred.settled_count) < len(self.deferred):
             self.deferred.give_up(count, "they are not one update apart")
 
-    def deferred_until(self, directory: AnyPath, number: int | None) -> tuple[Parent, list[Tip]]:
+    def deferred_until(
+        self, directory: AnyPath, number: int | None
+    ) -> tuple[Parent, list[Pending]]:
         """The deferred steps up to a number, which a save writes alone, and what they follow.
 
         Raises:
             AdaCheckError: deferred steps are lost; told once. Or there are none.
         """
         self.settle_deferred()
-        parent, tips = self.deferred.follows, self.deferred.until(number)
-        if parent is None or not tips:
+        parent, steps = self.deferred.follows, self.deferred.until(number)
+        if parent is None or not steps:
             raise AdaCheckError(f"{directory}: expected recorded steps, found none.")
         if not self.parents.look(parent, directory):
             raise LineageError(
@@ -414,7 +416,7 @@ class Planner:
                 f"{lineages.shown_steps([each.step for each in self.deferred.cut(0)])}; the step "
                 "that they follow is not there. The next save will be a base."
             )
-        return parent, tips
+        return parent, steps
 
     def settle_last_deferred(self) -> str:
         """The reason, if any, why the last step deferred has to be saved instead; waits for all."""
