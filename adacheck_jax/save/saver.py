@@ -36,7 +36,6 @@ from adacheck_jax.plan.situation import BackgroundFacts, sizes_of
 from adacheck_jax.proof import second_copy
 from adacheck_jax.save.attempt import Attempt, Exchange
 from adacheck_jax.save.background_bases import BackgroundBases
-from adacheck_jax.save.copies import HostCopies
 from adacheck_jax.save.line.kept import Keeper, repeated
 from adacheck_jax.save.line.notices import Notices, tell_given_up
 from adacheck_jax.save.line.parents import Parent
@@ -81,7 +80,7 @@ class Saver:
         host = options.host_shadow
         most_bytes, records = (0, False) if host is None else (host.bytes, bool(host.records))
         self._shadow = ShadowThread(most_bytes, place, peers, keeps_records=records)
-        self._bases, self._taken = BackgroundBases(self._shadow), None
+        self._bases = BackgroundBases(self._shadow)
         self._planner = Planner(recorders, options, self._schedule, self._bases, self._shadow)
         self._notices, self._has_gap = Notices(), False
         # A step may be restored, to look at it, while another thread saves the next one.
@@ -208,7 +207,10 @@ class Saver:
             self._stager.begin_line(save)
             self._bases.restart()
         elif planned.makes_base:
-            self._make_base(following, own, copies, exchange)
+            followed, sums = save.parent, None
+            if followed is not None and exchange is not None:
+                sums = self._stager.earlier_base(followed).sums
+            self._bases.take(save, copies.staged, sums)
         return save
 
     def _save(
@@ -272,16 +274,6 @@ class Saver:
             self._note_position()
             self._watch.leave_saved(is_base=False, deltas=len(steps))
             return save
-
-    def _make_base(
-        self, saved: Parent, own: Pending, copies: HostCopies, exchange: Exchange | None
-    ) -> None:
-        """Has a step that is saved as a delta become a base in the background."""
-        followed, sums = saved.save.parent if saved.save else None, None
-        if followed is not None and exchange is not None:
-            sums = self._stager.earlier_base(followed).sums
-        if self._bases.take(own.proof, copies.staged, saved.directory, exchange, sums):
-            self._taken = saved
 
     def note_gap(self, *, is_lost: bool = False) -> None:
         """Notes that a step is not saved, since its save could not begin: no other follows it.
@@ -422,9 +414,7 @@ class Saver:
 
     def _go_on(self, save: Save | None) -> None:
         """Goes on with a base that is made in the background."""
-        if (taken := self._taken) is not None:
-            failed = taken.save is not None and taken.save.error is not None
-            self._bases.go_on(taken.committed, failed=failed)
+        self._bases.go_on()
         facts = self._bases.own
         if jax.process_count() > 1:
             agreed = save.agreed if save is not None else None
@@ -433,13 +423,11 @@ class Saver:
             facts = agreed.background if agreed is not None else None
             if save is not None and save.error is not None:
                 facts = BackgroundFacts()
-        seconds = self._bases.learn(facts) if facts is not None else None
-        if seconds is None or taken is None or taken.save is None:
+        if facts is None or (made := self._bases.learn(facts)) is None:
             return
-        # What has not changed since is linked from its volumes.
-        self._taken, self._stager.last_base = None, taken.save
-        self._schedule.add([("base_blocking_s", 0.0, 1), ("base_write_s", seconds, 1)])
-        if chosen := self._schedule.begin_lineage(sizes_of(taken.save.structure)):
+        self._stager.last_base = made  # what has not changed since is linked from its volumes
+        self._schedule.add([("base_blocking_s", 0.0, 1), ("base_write_s", facts.newest_s, 1)])
+        if chosen := self._schedule.begin_lineage(sizes_of(made.structure)):
             _log.info("%s", chosen)
 
     def _note_position(self) -> None:

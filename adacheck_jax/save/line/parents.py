@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import contextlib
 import logging
 from dataclasses import dataclass
 
 from adacheck_jax.errors import AdaCheckError
-from adacheck_jax.format.manifest import DeltaManifest
 from adacheck_jax.plan.decision import advanced
 from adacheck_jax.plan.situation import Counts
 from adacheck_jax.save.one_save import Save
@@ -15,7 +13,7 @@ from adacheck_jax.save.pending import Tip
 from adacheck_jax.store import links
 from adacheck_jax.store.retention import KeepLineage
 from adacheck_jax.store.steps import lookup, marks
-from adacheck_jax.store.steps.lineage import Lineage, LineageStep
+from adacheck_jax.store.steps.lineage import Lineage
 from adacheck_jax.store.storage.interface import Stamp
 from adacheck_jax.store.storage.location import AnyPath, at
 
@@ -63,11 +61,11 @@ class Parent:
 
     def look(self, others: list[Lineage]) -> None:
         """Looks for its lineage on the disk."""
-        known, self.lineage = [*others, *self._known], None
-        if self.save is not None and self.save.error is not None:
+        known, self.lineage, save = [*others, *self._known], None, self.save
+        if save is not None and save.error is not None:
             return  # it was told that it is not saved, or is to be written again first
         try:
-            found = self._committed() or lookup.follow(known, self.directory)
+            found = (save and save.lineage()) or lookup.follow(known, self.directory)
             if not found.exists():  # deleted; or compacted, and linked otherwise than was known
                 found = lookup.resolve(self.directory)
         except AdaCheckError as error:
@@ -77,32 +75,6 @@ class Parent:
                 _log.info("Step %d was deleted; the next step does not build on it.", self.tip.step)
             return
         self.lineage = found
-
-    def committed(self) -> Lineage | None:
-        """Its lineage, once this process has committed it and while it is on the disk unchanged."""
-        found = self._committed()
-        if found is None or found.exists():
-            return found
-        with contextlib.suppress(AdaCheckError):  # deleted; else linked otherwise than was known
-            return lookup.resolve(self.directory)
-        return None
-
-    def _committed(self) -> Lineage | None:
-        """Its lineage as this process committed it, if it is on the disk unchanged."""
-        if (save := self.save) is None or (committed := save.committed) is None:
-            return None
-        # In a store looks cost requests: they are left to the save itself, in the background.
-        if at(self.directory).on_file_system:
-            try:
-                if not marks.is_there(self.directory, committed.stamp):
-                    return None
-            except OSError:
-                return None
-        parent, manifest = save.parent, committed.manifest
-        if isinstance(manifest, DeltaManifest):
-            linked = save.links
-            return parent.followed_by(manifest, self.directory, linked=linked) if parent else None
-        return Lineage((LineageStep(manifest, self.directory),))
 
 
 class Parents:

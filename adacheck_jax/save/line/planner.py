@@ -220,7 +220,7 @@ class Planner:
             kind = save.plan.decision.kind
             saved = SavedFacts(save.structure, kind, save.interval, save.is_lost)
             # Several processes may not see at the same save that a step has become a base.
-            made_depth = self._bases.newest_depth
+            made_depth = self._bases.known.newest_depth
             base_depth = max(base_depth, made_depth) if jax.process_count() == 1 else made_depth
         fits = tip.witness is not None and tip.witness.fits(structure, update)
         return Facts(
