@@ -174,13 +174,6 @@ class Save:
         """Number of deltas since the base that began its line, its own included."""
         return self.parent.manifest.depth + len(self.steps) if self.parent else 0
 
-    @property
-    def interval(self) -> int:
-        """Steps from the one before a delta, saved or deferred, to the saved step."""
-        if len(self.steps) > 1:
-            return self.own.step - self.steps[-2].step
-        return self.own.step - self.parent.manifest.step if self.parent else 0
-
     def lineage(self) -> Lineage | None:
         """Its lineage as this process committed it, if it is on the disk unchanged."""
         if (committed := self.committed) is None:

@@ -25,7 +25,7 @@ from adacheck_jax.plan import save_plan, situation
 from adacheck_jax.plan.decision import Decision, replays, shown, unplanned
 from adacheck_jax.plan.options import Options
 from adacheck_jax.plan.save_plan import SavePlan
-from adacheck_jax.plan.situation import BackgroundFacts, Counts, Facts, SavedFacts, Situation
+from adacheck_jax.plan.situation import BackgroundFacts, Counts, Facts, Situation
 from adacheck_jax.proof import second_copy
 from adacheck_jax.proof.checker import Check, Checker, Comparison, Findings, Witness, is_sparse
 from adacheck_jax.proof.identity import Identity
@@ -214,11 +214,9 @@ class Planner:
         self, parent: Parent, structure: Structure, update: ExportedUpdate, counts: Counts | None
     ) -> Facts:
         """Facts about the step that a state with these counters would follow."""
-        tip, save, saved = self.deferred.tip_behind(parent), parent.save, None
-        base_depth = parent.base_depth
+        tip, save = self.deferred.tip_behind(parent), parent.save
+        base_depth, saved = parent.base_depth, save and save.plan
         if save is not None:
-            kind = save.plan.decision.kind
-            saved = SavedFacts(save.structure, kind, save.interval, save.is_lost)
             # Several processes may not see at the same save that a step has become a base.
             made_depth = self._bases.known.newest_depth
             base_depth = max(base_depth, made_depth) if jax.process_count() == 1 else made_depth
@@ -229,11 +227,14 @@ class Planner:
             counts=None if counts is None else tip.counts(),
             lineage=parent.lineage,
             deferred_count=tip.depth - parent.tip.depth,
-            saved=saved,
             has_witness=fits,
             copied=tip.kept,
             leaves=tip.leaves,
             has_moved=tip.witness is not None and not fits,
+            structure=saved and saved.structure,
+            kind=saved and saved.decision.kind,
+            interval=saved.interval if saved else 0,
+            is_lost=save is not None and save.is_lost,
         )
 
     def _shadow_problem(self, tip: Tip, again: Pending | None) -> str:
