@@ -101,7 +101,7 @@ class Resumer:
         with self._lock:
             distrusted = [specs[i].path for i in saved.caution.distrusted]
             self._planner.distrust.learn(saved.caution.reason, distrusted)
-            self._planner.parents.follow(parent)
+            self._planner.line.follow(parent)
             self._moved(measured)
         xla_call.begin()
 
@@ -173,5 +173,5 @@ class Resumer:
     def forget(self) -> None:
         """Makes the next save a base: what was restored is no step that another can build on."""
         with self._lock:
-            self._planner.parents.forget()
+            self._planner.line.forget()
             self._moved({})

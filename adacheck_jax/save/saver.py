@@ -85,7 +85,7 @@ class Saver:
         self._notices, self._has_gap = Notices(), False
         # A step may be restored, to look at it, while another thread saves the next one.
         self._lock = threading.Lock()
-        self.kept = Keeper(self._planner.parents, self._planner.deferred, self._lock)
+        self.kept = Keeper(self._planner.line, self._lock)
         self._attempt = Attempt(threading.Lock(), claims.new_token())
         self._stager = Stager(options, self._planner, self._shadow)
         self.resumer = Resumer(
@@ -108,8 +108,8 @@ class Saver:
     @property
     def has_steps(self) -> bool:
         """True if a step was saved or restored here."""
-        parents = self._planner.parents
-        return parents.save is not None or not parents.is_empty
+        line = self._planner.line
+        return line.save is not None or not line.is_empty
 
     def leave(self, consent: Consent) -> None:
         """Tells processes that may ask in this call that this one took part in no collective."""
@@ -142,7 +142,7 @@ class Saver:
             snapshot = self._planner.snapshots.take(state)
             options, bindings = self._options, snapshot.structure.bindings
             if options.max_deltas and options.delta != "bits" and not self._has_recorder:
-                is_first = self._planner.parents.save is None
+                is_first = self._planner.line.save is None
                 self._notices.hint_at_recorder(snapshot.structure, is_first=is_first)
             save = self._begin(
                 *(snapshot, directory, number, number if step is None else step),
@@ -177,7 +177,7 @@ class Saver:
         if parent is not None and parent.save is None:  # what was looked at is gone on from
             self._bases.restart(parent.base_depth)
         if planned.given_up:
-            planner.deferred.give_up(0, planned.given_up)
+            planner.line.give_up(0, planned.given_up)
         try:
             own, copies = self._stager.stage(snapshot, course, str(directory), consent)
             is_exported = planned.update is not NOT_YET
@@ -190,19 +190,15 @@ class Saver:
             copies.wait()
         finally:
             self._stager.wire.finish()
-        save = self._save([*planner.deferred.steps, own], directory, number, parent, exchange)
+        save = self._save([*planner.line.deferred, own], directory, number, parent, exchange)
         save.replayable, save.exporting = replayable, exporting
         if parent is None:
             save.base = self._stager.base_writer(course, copies, directory)
-        # Until the save is committed this directory does not exist, and if it fails it never will:
-        # the next save looks at the disk, finds no parent, and writes a base.
         if not is_exported:
             blocks = with_others(snapshot, copies.held, planned.structure.touched)
             begun = ShadowStep(own, own.step, blocks, own.sums)
             self._stager.prepare_next(own, snapshot, begun, is_restored=False)
-        following = Parent(directory, number, own, save)
-        planner.parents.advance(following)
-        planner.deferred.advance(following, len(planner.deferred))
+        planner.line.advance(save)
         if planned.is_base:
             self._stager.begin_line(save)
             self._bases.restart()
@@ -222,14 +218,14 @@ class Saver:
         exchange: Exchange | None,
     ) -> Save:
         """A save of staged steps."""
-        planner, planned, last = self._planner, steps[-1].plan, self._planner.parents.save
+        planner, planned, last = self._planner, steps[-1].plan, self._planner.line.save
         self._attempt = self._attempt.next(
             exchange, repeats=last is not None and last.directory == directory
         )
         found, structure = parent.lineage if parent else None, planned.structure
-        links = found is not None and planner.parents.has_links(directory)
+        links = found is not None and planner.line.has_links(directory)
         if not links:
-            planner.parents.note_parent(number, parent)
+            planner.line.note_parent(number, parent)
         return Save(
             steps=steps,
             directory=directory,
@@ -257,7 +253,7 @@ class Saver:
         """
         with self._lock:
             self._enter(is_save=True)
-            planner, saved = self._planner, self._planner.parents.saved
+            planner, saved = self._planner, self._planner.line.saved
             planner.learn()
             if saved is not None and saved.save is not None and saved.save.is_kept:
                 self._attempt = self._attempt.next(exchange, repeats=True)
@@ -268,9 +264,7 @@ class Saver:
             self.kept.let_go()
             parent, steps = planner.deferred_until(directory, number)
             save = self._save(steps, directory, number, parent, exchange)
-            following = Parent(directory, number, steps[-1], save)
-            planner.parents.advance(following)
-            planner.deferred.advance(following, len(steps))
+            planner.line.advance(save)
             self._note_position()
             self._watch.leave_saved(is_base=False, deltas=len(steps))
             return save
@@ -286,8 +280,8 @@ class Saver:
             self._notices.forget_missed()
             if is_lost:
                 why = "the save that was to write them did not begin"
-                self._planner.deferred.give_up(0, why)
-                self._planner.parents.forget()
+                self._planner.line.give_up(0, why)
+                self._planner.line.forget()
 
     def refuse(self, save: Save, error: Exception, *, is_again: bool) -> None:
         """Notes that another process did not begin a save; if it ``is_again`` it may stay kept."""
@@ -329,10 +323,10 @@ class Saver:
         with self._lock:
             self._enter(is_save=False)
             why = self._why_not_deferred(state, step, away_bytes, consent)
-            deferred = self._planner.deferred
+            deferred = self._planner.line.deferred
             self._note_position()
-            if why and step is None and len(deferred):
-                step = deferred.steps[-1].step + 1
+            if why and step is None and deferred:
+                step = deferred[-1].step + 1
             if step is not None:
                 self._notices.note_step(step, why)
             return not why
@@ -341,24 +335,24 @@ class Saver:
         self, state: PyTree, step: int | None, away_bytes: int | None, consent: Consent | None
     ) -> str:
         """Defers a step, or gives the reason why it has to be saved."""
-        planner, deferred = self._planner, self._planner.deferred
+        planner, line = self._planner, self._planner.line
         planner.learn()
-        if (parent := planner.parents.only) is None:
+        if (parent := line.only) is None:
             return "there is nothing yet to build on"
-        last = deferred.tip_behind(parent).step
+        last = line.tip_behind(parent).step
         number = last + 1 if step is None else step
         if number < last:
             raise ValueError(
                 f"expected a step after {last}, the last one, found {number}. The state was "
                 "not recorded; the steps before are not affected."
             )
-        if len(deferred) and deferred.follows is not parent:
+        if line.deferred and line.deferred_behind is not parent:
             return "another step was restored meanwhile"
         if number == parent.tip.step:
             return _why_not_same(planner.snapshots.take(state), parent)
-        again = deferred.supersede(number)
-        if not len(deferred):
-            deferred.follows = parent
+        again = line.supersede(number)
+        if not line.deferred:
+            line.deferred_behind = parent
         snapshot = planner.snapshots.take(state)
         if self._has_gap and away_bytes is None:  # else it is the step of that save
             return "the save of a step before was refused"
@@ -386,7 +380,7 @@ class Saver:
             if compares and not self._stager.wire.agrees(consent, name_of(course.plan, snapshot)):
                 return "not all processes compare it with the same replay"
             undo.pop_all()
-        deferred.add(own, drains=snapshot.structure.on_accelerator)
+        line.add(own, drains=snapshot.structure.on_accelerator)
         if compares:
             with contextlib.suppress(AdaCheckError):  # raised by the save of this step
                 own.compared()
@@ -397,13 +391,13 @@ class Saver:
     def close(self) -> None:
         """Tells of deferred steps that are not saved; another manager may still save them."""
         self._bases.close()
-        tell_given_up([each.step for each in self._planner.deferred.steps], "a manager is closed")
+        tell_given_up([each.step for each in self._planner.line.deferred], "a manager is closed")
         self._stager.finish()
         self._shadow.close()
 
     def _enter(self, *, is_save: bool) -> None:
         """Begins to measure a call, and learns what all processes know of the costs before it."""
-        save = self._planner.parents.save
+        save = self._planner.line.save
         self._watch.enter(save.durable_s if save is not None else None)
         if save is not None and save.agreed is not None:
             measured, save.measured = save.measured, ()
@@ -432,10 +426,10 @@ class Saver:
 
     def _note_position(self) -> None:
         """Notes how far the line is, for a manager that asks when to save."""
-        if (parent := self._planner.parents.only) is None:
+        if (parent := self._planner.line.only) is None:
             self._schedule.note(None)
         else:
-            tip = self._planner.deferred.tip_behind(parent)
+            tip = self._planner.line.tip_behind(parent)
             number = parent.tip.step if parent.number is None else parent.number
             self._schedule.note(number, tip.depth)
 

@@ -272,7 +272,7 @@ class Stager:
         earlier, still = None, frozenset[int]()
         if structure.bindings:  # what no update computes may well be the same at the next base
             still = seldom_changed(structure.leaves, structure.touched)
-        if found is not None and self._planner.parents.has_links(directory):
+        if found is not None and self._planner.line.has_links(directory):
             earlier = self.earlier_base(found)
         return BaseWriter(
             structure.leaves,

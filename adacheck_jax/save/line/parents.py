@@ -1,15 +1,17 @@
-"""Possible parents of the next delta: the steps saved and restored last, as the disk has them."""
+"""The line of a run: the steps saved and restored last, as the disk has them, and deferred ones."""
 
 from __future__ import annotations
 
+import contextlib
 import logging
 from dataclasses import dataclass
 
 from adacheck_jax.errors import AdaCheckError
 from adacheck_jax.plan.decision import advanced
 from adacheck_jax.plan.situation import Counts
+from adacheck_jax.save.line.notices import tell_given_up
 from adacheck_jax.save.one_save import Save
-from adacheck_jax.save.pending import Tip
+from adacheck_jax.save.pending import Pending, Tip
 from adacheck_jax.store import links
 from adacheck_jax.store.retention import KeepLineage
 from adacheck_jax.store.steps import lookup, marks
@@ -18,6 +20,8 @@ from adacheck_jax.store.storage.interface import Stamp
 from adacheck_jax.store.storage.location import AnyPath, at
 
 _log = logging.getLogger(__name__)
+_DRAINING_COUNT = 2
+_UNCHECKED_COUNT = 4
 
 
 @dataclass(slots=True, eq=False)
@@ -77,14 +81,29 @@ class Parent:
         self.lineage = found
 
 
-class Parents:
-    """The step saved last and the one restored last."""
+class Line:
+    """The steps that the next one may follow, and those that the next save writes with its own.
+
+    Each deferred step is replayed and compared with its state in the background. A step that replay
+    gets wrong takes those after it along, so at most :data:`_UNCHECKED_COUNT` steps wait for that:
+    then the next one waits for the oldest. On accelerators a record is copied on its device first
+    and drained from there in the background, so that no step waits for a transfer;
+    :data:`_DRAINING_COUNT` of them at most take device memory.
+
+    Attributes:
+        saved: the step saved last.
+        deferred: the steps deferred since, in memory, oldest first.
+        deferred_behind: the step that they follow.
+    """
 
     def __init__(self, keep_lineage: KeepLineage | None) -> None:
         self._keep_lineage = keep_lineage
         self._candidates: tuple[Parent, ...] = ()
         self._links: dict[AnyPath, bool] = {}
         self.saved: Parent | None = None
+        self.deferred: list[Pending] = []
+        self.deferred_behind: Parent | None = None
+        self._unproved: list[Pending] = []
 
     @property
     def is_empty(self) -> bool:
@@ -101,11 +120,15 @@ class Parents:
         """The step saved or restored last, if it is the only one to build on."""
         return self._candidates[0] if len(self._candidates) == 1 else None
 
-    def advance(self, saved: Parent) -> None:
-        """Notes a step that is being saved, and is followed from now on."""
-        for each in self._candidates:
-            each.tip.forget()
+    def advance(self, save: Save) -> None:
+        """Notes a step that is being saved, perhaps with deferred ones: others follow it now."""
+        # Until the save is committed its directory does not exist, and if it fails it never will:
+        # the next save looks at the disk, finds no parent, and writes a base.
+        saved = Parent(save.directory, save.number, save.own, save)
+        for each in (*(parent.tip for parent in self._candidates), *save.steps[:-1]):
+            each.forget()
         self.saved, self._candidates = saved, (saved,)
+        self.deferred_behind, self.deferred = saved, self.deferred[len(save.steps) :]
 
     def follow(self, restored: Parent) -> None:
         """Notes a step that was restored."""
@@ -168,3 +191,55 @@ class Parents:
         # A manager asks with each save: one that did not so far has another policy, or none.
         is_kept = keep is not None and (keep.is_asked or self.saved is None)
         return is_kept or self.has_links(final_directory)
+
+    def tip_behind(self, parent: Parent) -> Tip:
+        """The last step in memory: of the deferred ones, else the parent's own."""
+        return self.deferred[-1] if self.deferred else parent.tip
+
+    def add(self, staged: Pending, *, drains: bool) -> None:
+        """Adds a step; it ``drains`` if it takes device memory until it was copied to the host."""
+        self.deferred.append(staged)
+        staged.begin()
+        while len(self._unproved) >= (_DRAINING_COUNT if drains else _UNCHECKED_COUNT):
+            with contextlib.suppress(AdaCheckError):  # raised for whoever saves or defers next
+                self._unproved.pop(0).verify()
+        self._unproved.append(staged)
+
+    def cut(self, count: int) -> list[Pending]:
+        """Gives up all but the first steps, and returns them."""
+        given_up, self.deferred = self.deferred[count:], self.deferred[:count]
+        return given_up
+
+    def give_up(self, count: int, why: str) -> None:
+        """Gives up all but the first steps, and says so."""
+        tell_given_up([each.step for each in self.cut(count)], why)
+
+    def supersede(self, step: int | None) -> Pending | None:
+        """Gives up the steps that a save replaces; the one that it saves again, if it was last."""
+        steps = self.deferred
+        if step is None or not steps:
+            return None
+        kept = sum(each.step < step for each in steps)
+        if kept == len(steps) - 1 and steps[-1].step == step:
+            return self.cut(kept)[0]
+        self.give_up(kept, f"step {step} is saved after them")
+        return None
+
+    def settle(self, *, verify: bool) -> None:
+        """Settles the steps in order; raises where some are not one update apart, or wrong."""
+        for each in self.deferred:
+            each.settled()
+        if verify and self.deferred:
+            self.deferred[-1].verify()
+
+    @property
+    def settled_count(self) -> int:
+        """Number of steps, from the first on, that are known to be one update apart."""
+        flags = [each.plan.is_speculative for each in self.deferred]
+        return flags.index(True) if True in flags else len(flags)
+
+    @property
+    def wrong(self) -> tuple[int, AdaCheckError] | None:
+        """The first step that is known not to be what it was planned as, and the reason."""
+        pairs = enumerate(each.refused for each in self.deferred)
+        return next(((i, error) for i, error in pairs if error is not None), None)
