@@ -29,7 +29,6 @@ from adacheck_jax.memory.files.step_file import FilePlace
 from adacheck_jax.memory.peers import Peers
 from adacheck_jax.memory.sending.consent import Consent
 from adacheck_jax.memory.shadow import ShadowThread
-from adacheck_jax.memory.shadow_state import ShadowStep
 from adacheck_jax.plan.decision import shown
 from adacheck_jax.plan.options import Options
 from adacheck_jax.plan.situation import BackgroundFacts, sizes_of
@@ -43,10 +42,9 @@ from adacheck_jax.save.line.planner import Planner, is_computed, name_of, sums_o
 from adacheck_jax.save.one_save import Save
 from adacheck_jax.save.pending import Pending
 from adacheck_jax.save.resuming import Resumer
-from adacheck_jax.save.staging import Stager, with_others
+from adacheck_jax.save.staging import Stager
 from adacheck_jax.schedule.line import LineSchedule
 from adacheck_jax.schedule.stopwatch import Clock, Stopwatch
-from adacheck_jax.state.exported_update import NOT_YET
 from adacheck_jax.state.snapshot import Snapshot, bound_paths
 from adacheck_jax.store import claims
 from adacheck_jax.store.storage.location import AnyPath
@@ -179,10 +177,9 @@ class Saver:
         if planned.given_up:
             planner.line.give_up(0, planned.given_up)
         try:
-            own, copies = self._stager.stage(snapshot, course, str(directory), consent)
-            is_exported = planned.update is not NOT_YET
+            own, copies, begun = self._stager.stage(snapshot, course, str(directory), consent)
             self._stager.returned.clear()
-            exporting = None if is_exported else self._stager.export(planned.structure)
+            exporting = None if begun is None else self._stager.export(planned.structure)
             decision = planned.decision
             _log.debug("step %d: %s (%s)", planned.step, decision.kind, decision.reason)
             self._notices.note_plan(planned)
@@ -194,9 +191,7 @@ class Saver:
         save.replayable, save.exporting = replayable, exporting
         if parent is None:
             save.base = self._stager.base_writer(course, copies, directory)
-        if not is_exported:
-            blocks = with_others(snapshot, copies.held, planned.structure.touched)
-            begun = ShadowStep(own, own.step, blocks, own.sums)
+        if begun is not None:
             self._stager.prepare_next(own, snapshot, begun, is_restored=False)
         planner.line.advance(save)
         if planned.is_base:
@@ -364,7 +359,7 @@ class Saver:
         is_known = is_known and not (isinstance(before, Pending) and before.plan.is_speculative)
         label = f"recorded step {number}"
         try:
-            own, copies = self._stager.stage(snapshot, course, label, consent)
+            own, copies, _ = self._stager.stage(snapshot, course, label, consent)
             copies.wait()
         finally:
             self._stager.wire.finish()

@@ -12,14 +12,12 @@ import functools
 import logging
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import jax
 
 from adacheck_jax.device import fingerprint, transfer
 from adacheck_jax.device.trees import PyTree
 from adacheck_jax.errors import AdaCheckError, LineageError, ReplayError
-from adacheck_jax.format.boxes import Blocks
 from adacheck_jax.memory.shadow import ShadowThread
 from adacheck_jax.plan import save_plan, situation
 from adacheck_jax.plan.decision import Decision, replays, shown, unplanned
@@ -320,31 +318,6 @@ class Planner:
         pairs = zip(snapshot.structure.leaves, restored.leaves, strict=False)
         is_alike = len(snapshot.structure.leaves) == len(restored.leaves)
         return snapshot if is_alike and all(a.is_like(b) for a, b in pairs) else None
-
-    def witness_of(
-        self, snapshot: Snapshot, held: Callable[[], Sequence[Any]], step: int
-    ) -> Witness | None:
-        """A witness of a state; None where its updates cannot be replayed.
-
-        ``held`` gives the elements of the arrays, which may be donated by now.
-        """
-        structure, arrays = snapshot.structure, snapshot.arrays
-        update = self.updates.of(structure)
-        if not replays(update, self._options):
-            return None
-        arrays = arrays if update.engine == "identity" else held()
-        return self.checker_of(structure, update).witness(arrays, step)
-
-    def kept(self, structure: Structure, copies: Mapping[int, Blocks]) -> Mapping[int, Blocks]:
-        """Those of the copies of a base that the next save needs, once its update is known."""
-        wanted = save_plan.kept(
-            structure,
-            self.updates.of(structure),
-            self.distrust.leaves_of(structure),
-            self._options,
-            replayable=True,
-        )
-        return {i: copies[i] for i in wanted if i in copies}
 
     def learn(self) -> None:
         """Becomes cautious where replay was found to be wrong in the background.
