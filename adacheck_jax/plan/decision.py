@@ -44,11 +44,6 @@ def unplanned(reason: str) -> Decision:
     return Decision("base", reason, is_planned=False)
 
 
-def one_update(structure: Structure, reason: str) -> Decision:
-    """A delta of one update of each recorder."""
-    return Decision("replay", reason, tuple(range(len(structure.bindings))))
-
-
 def replayed(updates: tuple[int, ...]) -> Decision:
     """A delta of one update of some recorders."""
     reason = {0: "no update", 1: "one update"}.get(len(updates), f"{len(updates)} updates")
@@ -103,8 +98,8 @@ def _followed(
 ) -> Decision:
     """The decision for a delta, or a base where none can follow the parent."""
     structure, update = situation.structure, situation.update
-    base, saved = lineage.base, parent.saved
-    if saved is not None and saved.structure.lead != structure.lead:
+    base, saved = lineage.base, parent.structure
+    if saved is not None and saved.lead != structure.lead:
         return Decision("base", "replicas differ, and another one is saved from now on")
     if parent.leaves != structure.leaves:
         return unplanned(_first_difference(parent.leaves, structure.leaves))

@@ -18,7 +18,6 @@ from adacheck_jax.plan.decision import (
     decide,
     fits,
     number_of,
-    one_update,
     replayed,
     replays,
     shown,
@@ -46,6 +45,7 @@ class SavePlan:
             sooner left out or edited than what the optimizer computes.
         is_whole: True for a delta of bits that compares with nothing.
         has_witness: True if an update onto this state could be replayed and checked.
+        interval: steps since the one before it, saved or deferred.
         makes_base: True if the delta is to become a base once it is saved.
         given_up: reason why deferred steps are given up; empty if they are saved too.
     """
@@ -64,6 +64,7 @@ class SavePlan:
     is_whole: bool = False
     has_witness: bool = False
     makes_base: bool = False
+    interval: int = 0
     given_up: str = ""
 
     @property
@@ -145,12 +146,12 @@ def speculate(situation: Situation, options: Options) -> SavePlan | None:
     do a save and a step that was deferred before.
     """
     parent = situation.parent
-    if situation.step is None or parent is None or parent.saved is None or not situation.is_only:
+    if situation.step is None or parent is None or not situation.is_only:
         return None
-    saved, lineage = parent.saved, parent.lineage
-    goes_on = saved.kind == "replay" and situation.step - parent.step == saved.interval
+    goes_on = parent.kind == "replay" and situation.step - parent.step == parent.interval
+    lineage = parent.lineage
     if (
-        saved.structure is not situation.structure
+        parent.structure is not situation.structure
         or not parent.has_witness
         or not (goes_on or parent.deferred_count)
         or situation.update.engine == "identity"  # which has nothing to wait for
@@ -161,7 +162,7 @@ def speculate(situation: Situation, options: Options) -> SavePlan | None:
         or situation.shadow_problem
     ):
         return None
-    return planned(situation, one_update(situation.structure, "one update"), options)
+    return _one_update(situation, options)
 
 
 def plan_deferred(
@@ -175,15 +176,15 @@ def plan_deferred(
     structure, update, parent = situation.structure, situation.update, situation.parent
     if parent is None or situation.step is None:
         return "there is nothing yet to build on"
-    saved = parent.saved
+    saved = parent.structure
     if not replays(update, options, replayable=situation.replayable):
         return update.problem or "the step has to be stored in full"
     if saved is not None:
-        if structure.lead != saved.structure.lead:
+        if structure.lead != saved.lead:
             return "replicas differ, and another one is saved from now on"
-        if structure is not saved.structure:
+        if structure is not saved:
             return "the state has another tree or other shardings than the step before"
-        if saved.kind == "bits":
+        if parent.kind == "bits":
             return "the step before was stored as differences"
     elif not fits(parent, structure, update):
         return "the restored step has another tree, update, or other shardings"
@@ -195,9 +196,15 @@ def plan_deferred(
         return f"the lineage would be longer than max_deltas={situation.longest_lineage}"
     if not situation.keeps_ancestors:
         return "nothing keeps the steps that it builds on"
-    if saved is not None and saved.is_lost and situation.process_count == 1:
+    if parent.is_lost and situation.process_count == 1:
         return f"the step before step {situation.step} was not saved"
-    return planned(situation, one_update(structure, "deferred"), options)
+    return _one_update(situation, options)
+
+
+def _one_update(situation: Situation, options: Options) -> SavePlan:
+    """The plan of a delta of one update of each recorder."""
+    every = tuple(range(len(situation.structure.bindings)))
+    return planned(situation, replayed(every), options)
 
 
 def known_unreplayed(situation: Situation) -> frozenset[int]:
@@ -239,9 +246,9 @@ def planned(
         told = unreplayed if is_alone else update.unreplayed
         unchanged = _unchanged(structure, stored, decision.updates)
     has_spare = situation.counts is None and is_alone
-    distrusted = situation.distrusted | wrong
+    distrusted, step, parent = situation.distrusted | wrong, number_of(situation), situation.parent
     return SavePlan(
-        step=number_of(situation),
+        step=step,
         decision=decision,
         counts=situation.counts,
         structure=structure,
@@ -253,6 +260,7 @@ def planned(
         spare=tuple(sorted(structure.derived.difference(stored))) if has_spare else (),
         has_witness=replays(update, options, replayable=replayable),
         makes_base=makes_base,
+        interval=0 if parent is None else step - parent.step,
     )
 
 

@@ -24,21 +24,6 @@ _LEAST_BYTES = 256 * 2**20
 
 
 @dataclass(frozen=True, slots=True)
-class SavedFacts:
-    """Facts that only a step has which this process saved.
-
-    Attributes:
-        interval: steps between its own parent and it.
-        is_lost: True if it is known not to be saved, now or later.
-    """
-
-    structure: Structure
-    kind: Kind
-    interval: int
-    is_lost: bool
-
-
-@dataclass(frozen=True, slots=True)
 class Facts:
     """Facts about the step that the next one would follow.
 
@@ -48,11 +33,13 @@ class Facts:
         lineage: the saved step on the disk that it is, or is deferred behind; None where there is
             none to build on.
         deferred_count: number of deferred steps between that saved step and the next one.
-        saved: facts of that saved step; None for a restored one.
         has_witness: True if an update of its state can be checked.
         copied: leaves of which host copies are kept.
         leaves: every leaf, in the boxes that this process has of the step: a delta lies in them.
         has_moved: True if its state lay on other devices or had another update.
+        structure: structure of that saved step; None for a restored one, as the kind.
+        interval: steps between that saved step and the one before it.
+        is_lost: True if it is known not to be saved, now or later.
     """
 
     step: int
@@ -60,11 +47,14 @@ class Facts:
     counts: Counts | None
     lineage: Lineage | None
     deferred_count: int
-    saved: SavedFacts | None
     has_witness: bool
     copied: Collection[int]
     leaves: tuple[Leaf, ...]
     has_moved: bool = False
+    structure: Structure | None = None
+    kind: Kind | None = None
+    interval: int = 0
+    is_lost: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -151,7 +141,7 @@ class Situation:
         if parent is None or (lineage := parent.lineage) is None:
             return True
         # It would be cut, and described to Orbax, as the base before it.
-        is_cut_alike = parent.saved is not None or parent.leaves == lineage.leaves
+        is_cut_alike = parent.structure is not None or parent.leaves == lineage.leaves
         return is_cut_alike and not lineage.is_recut
 
 

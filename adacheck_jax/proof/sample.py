@@ -14,7 +14,7 @@ from adacheck_jax.proof.checker import Check, Findings, Sums, Witness
 from adacheck_jax.state.exported_update import ExportedUpdate
 from adacheck_jax.state.snapshot import Structure
 from adacheck_jax.update import program as update_program
-from adacheck_jax.update.elements.pieces import Pieces, Role
+from adacheck_jax.update.elements.pieces import Pieces
 from adacheck_jax.update.elements.sample_sites import Starts
 from adacheck_jax.update.elements.sampling import Sample, Taker, from_host
 
@@ -49,18 +49,16 @@ class Sampling:
         sample = self._take(arrays, self._sites.starts_at(step), is_before=True)
         return Witness(self._structure, self._program, sample)
 
-    def _roles(self, *, is_before: bool) -> Sequence[Role]:
-        return self._pieces.before if is_before else self._pieces.after
-
     def _take(self, arrays: Sequence[Any], starts: Starts, *, is_before: bool) -> Sample:
         """A sample; the first call begins to compile the programs that take them."""
+        roles = {True: self._pieces.before, False: self._pieces.after}
         if not self._takers:
-            for each in (True, False):
-                self._takers[each] = Taker(self._sites, self._roles(is_before=each), arrays)
+            for each, own in roles.items():
+                self._takers[each] = Taker(self._sites, own, arrays)
                 in_background(self._takers[each].compile)
         if (taker := self._takers[is_before]).is_ready:
             return taker.take(arrays, starts)
-        return from_host(arrays, self._sites, starts, self._roles(is_before=is_before))
+        return from_host(arrays, self._sites, starts, roles[is_before])
 
     def begin(self, before: Witness, arrays: Sequence[Any], step: int, sums: Sums) -> Check:
         """Takes what the check of a delta needs."""

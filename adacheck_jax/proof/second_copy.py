@@ -51,17 +51,18 @@ class Following:
             if getattr(arrays[i], "sharding", None) != array.sharding
         ]
         consumed = (*self._structure.arguments[2], *self._structure.arguments[3])
-        following = _Step(
-            number,
-            given=self._together(arrays, consumed),
-            after=transfer.copies({i: arrays[i] for i in alone}),
-            renewed=self._together(arrays, [*self._program.stored]),
-            sums=sums,
-        )
+        given = self._together(arrays, consumed)
+        after = transfer.copies({i: arrays[i] for i in alone})
+        # Leaves whose replay is not relied on are the state's own again.
+        renewed = self._together(arrays, [*self._program.stored])
 
         def findings(updates: Sequence[int]) -> Findings:
             with copy.lock:
-                return self._followed(copy, following, updates)
+                if not self._moves_to(number + 1, copy, given, renewed, updates):
+                    return dict.fromkeys(self._compared, 1.0)
+                found = self._differing(copy.arrays, after, sums) if updates else {}
+                copy.arrays.update((i, jnp.copy(each)) for i, each in renewed.items())
+                return found
 
         def renew(arrays: Sequence[Any], wrong: Collection[int]) -> None:
             with copy.lock:
@@ -89,21 +90,24 @@ class Following:
                 result[i] = _placed(np.array(arrays[i]), placed)
         return result
 
-    def _followed(self, copy: _Copy, following: _Step, updates: Sequence[int]) -> Findings:
-        """Moves the copy on by one step, and compares."""
-        if copy.number == following.number:
+    def _moves_to(
+        self,
+        number: int,
+        copy: _Copy,
+        given: Mapping[int, jax.Array],
+        renewed: Mapping[int, jax.Array],
+        updates: Sequence[int],
+    ) -> bool:
+        """Moves the copy on by one step; False if another one was replayed onto it meanwhile."""
+        if copy.number + 1 == number:
             # A restore puts what is passed through in place before the update that takes it.
-            passed = self._program.passed
-            given = {i: jnp.copy(each) for i, each in following.renewed.items() if i in passed}
-            copy.arrays.update(given)  # copies, since the update donates what it takes
+            passed = [i for i in renewed if i in self._program.passed]
+            # Copies, since the update donates what it takes.
+            copy.arrays.update((i, jnp.copy(renewed[i])) for i in passed)
             if updates:
-                self._advance(copy, following.given, updates)
+                self._advance(copy, given, updates)
             copy.number += 1
-        elif copy.number != following.number + 1:  # another step was replayed onto it meanwhile
-            return dict.fromkeys(self._compared, 1.0)
-        found = self._differing(copy.arrays, following) if updates else {}
-        copy.arrays.update((i, jnp.copy(each)) for i, each in following.renewed.items())
-        return found
+        return copy.number == number
 
     def _advance(self, copy: _Copy, given: Mapping[int, jax.Array], updates: Sequence[int]) -> None:
         structure, held = self._structure, copy.arrays
@@ -121,21 +125,22 @@ class Following:
             outputs = jax.tree.leaves(self._fold[1](*lists, *consumed, switches))
         held.update(zip((*params, *inner), outputs, strict=True))
 
-    def _differing(self, held: Mapping[int, Any], following: _Step) -> Findings:
+    def _differing(self, held: Mapping[int, Any], after: Mapping[int, Any], sums: Sums) -> Findings:
+        """The leaves that differ from the state: its fingerprints, or its bits ``after`` it."""
         structure = self._structure
         wrong = {
             i: share
-            for i, after in following.after.items()
-            if i in self._compared and (share := _differing(np.asarray(held[i]), np.asarray(after)))
+            for i, own in after.items()
+            if i in self._compared and (share := _differing(np.asarray(held[i]), np.asarray(own)))
         }
-        whole = {i: x for i, x in held.items() if i in self._compared and i not in following.after}
+        whole = {i: x for i, x in held.items() if i in self._compared and i not in after}
         places = {i: x.sharding for i, x in whole.items()}
         if self._summing is None or self._summing[0] != places:
             self._summing = places, structure.summing_of(whole)
         found = fingerprint.Contributions(
             whole, structure.picks, structure.whole_picks, summing=self._summing[1]
         ).sums()
-        expected = following.sums()
+        expected = sums()
         return wrong | {i: 1.0 for i, value in found.items() if value != expected[i]}
 
 
@@ -150,24 +155,6 @@ class _Copy:
     arrays: dict[int, jax.Array]
     number: int = 0
     lock: threading.Lock = field(default_factory=threading.Lock)
-
-
-@dataclass(frozen=True, slots=True)
-class _Step:
-    """A step that the second copy follows, and the state that it is compared with.
-
-    Attributes:
-        number: of steps since the copy was made, before this one.
-        given: what the update consumed.
-        after: leaves of the state that the copy has elsewhere; compared by their bits.
-        renewed: leaves of the state whose replay is not relied on: they are its own again.
-    """
-
-    number: int
-    given: Mapping[int, jax.Array]
-    after: Mapping[int, Any]
-    renewed: Mapping[int, Any]
-    sums: Sums
 
 
 def is_collective(snapshot: Snapshot, program: ExportedUpdate) -> bool:

@@ -18,10 +18,12 @@ save. What is decided follows from what all were told.
 
 from __future__ import annotations
 
+import contextlib
+import dataclasses
 import logging
 import threading
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import ExitStack
 from dataclasses import dataclass, field
@@ -30,14 +32,15 @@ import jax
 
 from adacheck_jax.errors import AdaCheckError
 from adacheck_jax.format.boxes import Blocks
-from adacheck_jax.memory.shadow import Copies, Proof, ShadowThread
+from adacheck_jax.memory.shadow import Copies, ShadowThread
 from adacheck_jax.plan.situation import BackgroundFacts
 from adacheck_jax.save.attempt import Exchange
+from adacheck_jax.save.one_save import Save
 from adacheck_jax.store.compaction import in_place
 from adacheck_jax.store.compaction.in_place import Prepared
 from adacheck_jax.store.compaction.new_base import ALONE, BEGIN, WRITTEN, Team
+from adacheck_jax.store.steps import lookup
 from adacheck_jax.store.steps.lineage import Lineage
-from adacheck_jax.store.storage.location import AnyPath
 
 _log = logging.getLogger(__name__)
 
@@ -47,6 +50,7 @@ class _Pending:
     """A step that is to become a base.
 
     Attributes:
+        save: its save, as a delta.
         copies: gives its elements, those that this process has.
         earlier_sums: this process's contributions to the fingerprints of the base before; None if
             they are not known.
@@ -55,7 +59,7 @@ class _Pending:
         placed: gives seconds that the base took, and its number among the deltas of its line.
     """
 
-    directory: AnyPath
+    save: Save
     copies: Future[Copies]
     earlier_sums: Mapping[int, int] | None
     exchange: Exchange | None
@@ -96,8 +100,6 @@ class BackgroundBases:
     """Makes bases of saved deltas, one at a time.
 
     Attributes:
-        newest_depth: number of the newest of them among the deltas of its line, as all processes
-            know it; 0 for none.
         known: what all processes agreed on.
     """
 
@@ -110,7 +112,6 @@ class BackgroundBases:
         self._has_failed = False
         self._placed = (0.0, 0)
         self.known = BackgroundFacts()
-        self.newest_depth = 0
 
     @property
     def own(self) -> BackgroundFacts:
@@ -123,41 +124,40 @@ class BackgroundBases:
     def restart(self, depth: int = 0) -> None:
         """Notes that a line begins: at a base of the loop's, or behind a step that was restored."""
         self._has_failed, self._placed = False, (0.0, depth)
-        self.newest_depth, self.known = depth, BackgroundFacts()
+        self.known = BackgroundFacts(newest_depth=depth)
         self._drop()
 
     def take(
-        self,
-        proof: Proof | None,
-        others: Mapping[int, Blocks],
-        directory: AnyPath,
-        exchange: Exchange | None,
-        earlier_sums: Mapping[int, int] | None,
-    ) -> bool:
-        """Copies the state of a step as soon as the shadow is there; False if one is in work.
+        self, save: Save, others: Mapping[int, Blocks], earlier_sums: Mapping[int, int] | None
+    ) -> None:
+        """Copies the state of a step as soon as the shadow is there, unless one is in work.
 
-        The shadow does not hold the ``others``. The proof has not begun yet.
+        The shadow does not hold the ``others``. The step's proof has not begun yet.
         """
         if self._pending is not None:
-            return False
+            return
+        proof, exchange = save.own.proof, save.attempt.exchange
         copies = Future[Copies]() if proof is None else proof.copied(others)
         if proof is None:
             copies.set_result(None)
         beside = exchange.beside("base") if exchange is not None else None
-        self._pending = _Pending(directory, copies, earlier_sums, beside)
-        return True
+        self._pending = _Pending(save, copies, earlier_sums, beside)
 
-    def go_on(self, lineage_of: Callable[[], Lineage | None], *, failed: bool) -> None:
+    def go_on(self) -> None:
         """Begins to write the base once process 0 has the lineage of its step, if that is saved."""
         pending = self._pending
         if pending is None:
             return
         if pending.written is None:
             is_lost = pending.copies.done() and pending.copies.result() is None
-            if failed or (is_lost and pending.exchange is None):
+            if pending.save.error is not None or (is_lost and pending.exchange is None):
                 self._fail("its step was not saved, or the copy of its state is lost")
                 return
-            lineage = None if pending.team.process else lineage_of()
+            lineage = None if pending.team.process else pending.save.lineage()
+            if lineage is not None and not lineage.exists():
+                lineage = None
+                with contextlib.suppress(AdaCheckError):  # deleted; else linked otherwise by now
+                    lineage = lookup.resolve(pending.save.directory)
             if lineage is not None or pending.team.process:
                 pending.written = self._thread.submit(self._write, pending, lineage)
         elif pending.placed.done() or (pending.written.done() and pending.written.exception()):
@@ -170,12 +170,13 @@ class BackgroundBases:
                 _log.exception("A base could not be made in the background.")
                 self._fail("see the error before")
 
-    def learn(self, facts: BackgroundFacts) -> float | None:
-        """Learns what all processes know, at the same save; gives the seconds of a base, once."""
-        self.known = facts
-        if facts.newest_depth > self.newest_depth:
-            self.newest_depth, self._pending = facts.newest_depth, None
-            return facts.newest_s
+    def learn(self, facts: BackgroundFacts) -> Save | None:
+        """Learns what all processes know, at the same save; gives that of a new base, once."""
+        newest_depth, self.known = self.known.newest_depth, facts
+        if facts.newest_depth > newest_depth:
+            pending, self._pending = self._pending, None
+            return pending and pending.save
+        self.known = dataclasses.replace(facts, newest_depth=newest_depth)
         if not facts.are_possible and jax.process_count() > 1:
             self._drop()
         return None
@@ -231,7 +232,7 @@ class BackgroundBases:
             if (blocks := pending.copies.result()) is None:
                 raise AdaCheckError("the copy of the state went on to another step")
             if lineage is None:
-                in_place.contribute(pending.directory, blocks, team, sums or {})
+                in_place.contribute(pending.save.directory, blocks, team, sums or {})
                 return None
             prepared = in_place.prepared(
                 lineage, blocks, read_back=False, team=team, earlier_sums=sums

@@ -48,8 +48,9 @@ class HostCopies:
 
     @property
     def held(self) -> Mapping[int, Blocks]:
-        """The boxes in ``staged``, and those of other processes."""
-        return Merged(self.staged, self.seconds) if self.seconds else self.staged
+        """All boxes of the leaves that the save stores, keeps or may have to store."""
+        blocks = dict.fromkeys(self.staged, self.staged) | dict.fromkeys(self.spare, self.spare)
+        return Merged(Joined(blocks), self.seconds) if self.seconds else Joined(blocks)
 
     def wait(self) -> None:
         """Waits until the state may be donated."""

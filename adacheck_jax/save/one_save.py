@@ -10,7 +10,7 @@ from typing import Any
 from adacheck_jax.device import replicas
 from adacheck_jax.device.lead import Lead
 from adacheck_jax.errors import AdaCheckError, ReplicaError, StorageError
-from adacheck_jax.format.manifest import Caution, Manifest
+from adacheck_jax.format.manifest import Caution, DeltaManifest, Manifest
 from adacheck_jax.plan.save_plan import SavePlan
 from adacheck_jax.plan.situation import BackgroundFacts
 from adacheck_jax.save.attempt import Attempt, Report
@@ -20,9 +20,10 @@ from adacheck_jax.state.exported_update import ExportedUpdate
 from adacheck_jax.state.snapshot import Structure
 from adacheck_jax.store.base_writer import BaseWriter
 from adacheck_jax.store.claims import TakenError
-from adacheck_jax.store.steps.lineage import Lineage
+from adacheck_jax.store.steps import marks
+from adacheck_jax.store.steps.lineage import Lineage, LineageStep
 from adacheck_jax.store.storage.interface import Stamp
-from adacheck_jax.store.storage.location import AnyPath
+from adacheck_jax.store.storage.location import AnyPath, at
 
 _CLIENTS = frozenset({"aiobotocore", "aiohttp", "botocore", "gcsfs"})
 """Packages by which Orbax reaches object stores: their errors are of classes of their own."""
@@ -173,12 +174,22 @@ class Save:
         """Number of deltas since the base that began its line, its own included."""
         return self.parent.manifest.depth + len(self.steps) if self.parent else 0
 
-    @property
-    def interval(self) -> int:
-        """Steps from the one before a delta, saved or deferred, to the saved step."""
-        if len(self.steps) > 1:
-            return self.own.step - self.steps[-2].step
-        return self.own.step - self.parent.manifest.step if self.parent else 0
+    def lineage(self) -> Lineage | None:
+        """Its lineage as this process committed it, if it is on the disk unchanged."""
+        if (committed := self.committed) is None:
+            return None
+        # In a store looks cost requests: they are left to the save itself, in the background.
+        if at(self.directory).on_file_system:
+            try:
+                if not marks.is_there(self.directory, committed.stamp):
+                    return None
+            except OSError:
+                return None
+        parent, manifest = self.parent, committed.manifest
+        if isinstance(manifest, DeltaManifest):
+            linked = self.links
+            return parent.followed_by(manifest, self.directory, linked=linked) if parent else None
+        return Lineage((LineageStep(manifest, self.directory),))
 
     @property
     def agreed_lead(self) -> Lead:

@@ -1,4 +1,4 @@
-"""One step on its way to the disk: its copies in memory, and the phases of its comparison.
+"""One step of the line, as it lies in memory: on its way to the disk, or restored.
 
 A step that was appended to the line goes through the phases of :data:`MOVES`, moved on by the
 line's worker alone, in the order of the steps:
@@ -11,18 +11,21 @@ line's worker alone, in the order of the steps:
 
 Threads: whoever needs a phase waits for it (:meth:`Pending.settled`, :meth:`Pending.compared`,
 :meth:`Pending.verify`); the fields that say how the comparisons went are the worker's until the
-step is proved. The writer alone takes the delta. Two locks: one is held while the step is given to
-the worker, behind the step before it; the other while the fingerprints are added up, by whoever
-needs them first. Nothing else is called under them but the wait for the devices.
+step is proved. The writer alone takes the delta; what a :class:`Tip` keeps is the caller's. Two
+locks: one is held while the step is given to the worker, behind the step before it; the other while
+the fingerprints are added up, by whoever needs them first. Nothing else is called under them but
+the wait for the devices.
 """
 
 from __future__ import annotations
 
 import dataclasses
 import enum
+import logging
 import threading
 from collections.abc import Collection, Mapping
 from concurrent.futures import Executor, Future
+from dataclasses import dataclass
 
 import jax
 
@@ -30,15 +33,64 @@ from adacheck_jax.device import jax_settings
 from adacheck_jax.device.transfer import Joined
 from adacheck_jax.errors import AdaCheckError, ReplayError
 from adacheck_jax.format.boxes import Blocks
+from adacheck_jax.format.manifest import Leaf
 from adacheck_jax.memory.shadow import Proof
 from adacheck_jax.plan.decision import shown
 from adacheck_jax.plan.save_plan import SavePlan
 from adacheck_jax.plan.situation import Counts
-from adacheck_jax.proof.checker import Comparison
+from adacheck_jax.proof.checker import Comparison, Witness
 from adacheck_jax.save.copies import NOTHING, HostCopies
 from adacheck_jax.state.snapshot import Structure
 from adacheck_jax.store.delta_writer import DeltaWriter, Packed
+from adacheck_jax.store.steps.lineage import Lineage
 from adacheck_jax.update.recorder_state import count_of
+
+_log = logging.getLogger(__name__)
+
+
+@dataclass(eq=False)
+class Tip:
+    """A step that the next one may follow, as this process has it in memory; a restored one.
+
+    Attributes:
+        depth: number of deltas since the base that began its line.
+        leaves: every leaf, in the boxes that this process has of it.
+        kept: copies of the leaves that the next delta may be stored as differences from.
+        lineage: a restored step, as it was found on the disk.
+        witness: what the check of the next step needs of its state; None if there is nothing.
+        preparing: gives the witness where another thread makes it.
+    """
+
+    step: int
+    depth: int
+    leaves: tuple[Leaf, ...]
+    kept: Mapping[int, Blocks]
+    lineage: Lineage | None = None
+    witness: Witness | None = None
+    preparing: Future[Witness | None] | None = None
+
+    def wait(self) -> None:
+        """Waits until the witness is there."""
+        if (preparing := self.preparing) is not None:
+            try:
+                self.witness = preparing.result()
+            except Exception:  # costs a base, and no step
+                _log.exception("The check of the next save cannot be prepared; it will be a base.")
+            self.preparing = None
+
+    def forget(self) -> None:
+        """Lets go of what is kept of its state, since another step is followed."""
+        self.kept, self.witness = NOTHING, None
+
+    def counts(self) -> Counts:
+        """Update counters of the state; waits for them."""
+        return self.lineage.manifest.counts if self.lineage is not None else ()
+
+    def sums(self) -> Mapping[int, int]:
+        """This process's contribution to the fingerprint of each leaf, if known; may wait."""
+        if self.lineage is None or jax.process_count() > 1:
+            return {}
+        return dict(enumerate(self.lineage.manifest.fingerprints))
 
 
 class Phase(enum.Enum):
@@ -61,12 +113,10 @@ MOVES: Mapping[Phase, frozenset[Phase]] = {
 """The phases that may follow each."""
 
 
-class Pending:
+class Pending(Tip):
     """A planned step, with the copies of its state that are written.
 
-    It follows ``before``, if that is on its way too, or else ``parent``: the number and the update
-    counters of a step that was restored or is on the disk. It is saved ``again`` if it was deferred
-    before.
+    It follows the step ``before``, and is saved ``again`` if it was deferred before.
 
     Attributes:
         plan: its plan as far as it is known; see :meth:`settled`.
@@ -81,7 +131,6 @@ class Pending:
             the step and the step is proved. Of several processes no one can tell alone whether they
             are those of the state.
         disproved: the leaves in which they were not, as a process alone or process 0 knows.
-        saved: the spare leaves that are stored, since replay was found to get them wrong.
     """
 
     def __init__(
@@ -93,10 +142,12 @@ class Pending:
         local: Mapping[int, Blocks],
         worker: Executor,
         *,
-        parent: tuple[int, Counts] | None,
-        before: Pending | None,
+        before: Tip | None,
         again: Pending | None,
     ) -> None:
+        before = None if plan.is_base else before
+        depth = 0 if before is None else before.depth + 1
+        super().__init__(plan.step, depth, plan.structure.leaves, copies.kept)
         self.plan, self.label, self.delta, self.local = plan, label, delta, local
         self.fingerprints, self._counters = copies.fingerprints, copies.counters
         self._spare: Mapping[int, Blocks] = copies.spare
@@ -104,8 +155,7 @@ class Pending:
         self.proof: Proof | None = None
         self.replayed: dict[int, int] | None = None
         self.disproved = frozenset[int]()
-        self.saved = frozenset[int]()
-        self._parent, self._before, self._again = parent, before, again
+        self._before, self._again = before, again
         self._sums: dict[int, int] = {}
         self._packed: Packed | None = None
         self._is_released = False
@@ -119,9 +169,9 @@ class Pending:
         }
 
     @property
-    def step(self) -> int:
-        """Step number."""
-        return self.plan.step
+    def saved(self) -> frozenset[int]:
+        """The spare leaves that are stored, since replay was found to get them wrong."""
+        return frozenset(self.plan.spare).intersection(self.plan.stored)
 
     def counts(self) -> Counts:
         """Update counters of the state; waits for them."""
@@ -141,7 +191,7 @@ class Pending:
         with self._begin_lock:
             if self._has_begun:
                 return
-            if self._before is not None:
+            if isinstance(self._before, Pending):
                 self._before.begin()
             self._worker.submit(self._advance)  # raises at the end of the process: nobody waits
             self._has_begun = True
@@ -248,17 +298,16 @@ class Pending:
                 "Give record_step the numbers of the steps, as the manager counts them."
             )
         before = self._before
-        parent = (before.step, before.counts()) if before is not None else self._parent
-        if self._is_released or parent is None:
+        if self._is_released or before is None:
             raise AdaCheckError(
                 f"{self.label}: step {self.step} was given up before it was written"
             )
         try:
-            return self.plan.check(counts, parent[1], parent[0])
+            return self.plan.check(counts, before.counts(), before.step)
         except AdaCheckError as error:
             raise AdaCheckError(f"{self.label}: {error}") from None
 
-    def _changed(self, plan: SavePlan, before: Pending | None) -> frozenset[int]:
+    def _changed(self, plan: SavePlan, before: Tip | None) -> frozenset[int]:
         """The spare leaves that ought to be those of the step before, and are not."""
         same = frozenset(plan.unchanged).intersection(plan.spare)
         if not same or before is None:
@@ -274,11 +323,10 @@ class Pending:
             return plan
         blocks = dict.fromkeys(delta.blocks, delta.blocks)
         delta.blocks = Joined(blocks | dict.fromkeys(wrong, spare))
-        self.saved = wrong
         return plan.storing(wrong)
 
     def _prove(self, plan: SavePlan, found: Collection[int], proof: Proof | None) -> None:
-        wrong = {i for i in found if i not in self.saved}
+        wrong = {*found}
         if proof is not None and (replayed := proof.sums()) is not None:
             if jax.process_count() == 1:
                 own = self.sums()

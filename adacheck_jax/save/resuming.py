@@ -23,8 +23,9 @@ from adacheck_jax.memory.sending.consent import Consent
 from adacheck_jax.memory.shadow import ShadowThread
 from adacheck_jax.memory.together import Together
 from adacheck_jax.save import copies as host_copies
-from adacheck_jax.save.line.parents import Parent, Tip
+from adacheck_jax.save.line.parents import Parent
 from adacheck_jax.save.line.planner import Planner
+from adacheck_jax.save.pending import Tip
 from adacheck_jax.save.staging import Stager
 from adacheck_jax.state.snapshot import Snapshot
 from adacheck_jax.store.steps.lineage import Lineage
@@ -86,7 +87,7 @@ class Resumer:
             return  # what was left out will be made anew, and no update leads there
         saved = restored.manifest
         snapshot, specs, copies = self._copied(restored, leaves, state)
-        tip = Tip(saved.step, saved.depth, None, copies, None, restored=specs)
+        tip = Tip(saved.step, saved.depth, specs, copies, restored)
         if has_shadow:
             self._shadow.stand_at(tip)
         if snapshot is not None:
@@ -100,7 +101,7 @@ class Resumer:
         with self._lock:
             distrusted = [specs[i].path for i in saved.caution.distrusted]
             self._planner.distrust.learn(saved.caution.reason, distrusted)
-            self._planner.parents.follow(parent)
+            self._planner.line.follow(parent)
             self._moved(measured)
         xla_call.begin()
 
@@ -172,5 +173,5 @@ class Resumer:
     def forget(self) -> None:
         """Makes the next save a base: what was restored is no step that another can build on."""
         with self._lock:
-            self._planner.parents.forget()
+            self._planner.line.forget()
             self._moved({})

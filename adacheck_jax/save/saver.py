@@ -29,25 +29,22 @@ from adacheck_jax.memory.files.step_file import FilePlace
 from adacheck_jax.memory.peers import Peers
 from adacheck_jax.memory.sending.consent import Consent
 from adacheck_jax.memory.shadow import ShadowThread
-from adacheck_jax.memory.shadow_state import ShadowStep
 from adacheck_jax.plan.decision import shown
 from adacheck_jax.plan.options import Options
 from adacheck_jax.plan.situation import BackgroundFacts, sizes_of
 from adacheck_jax.proof import second_copy
 from adacheck_jax.save.attempt import Attempt, Exchange
 from adacheck_jax.save.background_bases import BackgroundBases
-from adacheck_jax.save.copies import HostCopies
 from adacheck_jax.save.line.kept import Keeper, repeated
 from adacheck_jax.save.line.notices import Notices, tell_given_up
-from adacheck_jax.save.line.parents import Parent, Tip
+from adacheck_jax.save.line.parents import Parent
 from adacheck_jax.save.line.planner import Planner, is_computed, name_of, sums_of
 from adacheck_jax.save.one_save import Save
 from adacheck_jax.save.pending import Pending
 from adacheck_jax.save.resuming import Resumer
-from adacheck_jax.save.staging import Stager, with_others
+from adacheck_jax.save.staging import Stager
 from adacheck_jax.schedule.line import LineSchedule
 from adacheck_jax.schedule.stopwatch import Clock, Stopwatch
-from adacheck_jax.state.exported_update import NOT_YET
 from adacheck_jax.state.snapshot import Snapshot, bound_paths
 from adacheck_jax.store import claims
 from adacheck_jax.store.storage.location import AnyPath
@@ -81,12 +78,12 @@ class Saver:
         host = options.host_shadow
         most_bytes, records = (0, False) if host is None else (host.bytes, bool(host.records))
         self._shadow = ShadowThread(most_bytes, place, peers, keeps_records=records)
-        self._bases, self._taken = BackgroundBases(self._shadow), None
+        self._bases = BackgroundBases(self._shadow)
         self._planner = Planner(recorders, options, self._schedule, self._bases, self._shadow)
         self._notices, self._has_gap = Notices(), False
         # A step may be restored, to look at it, while another thread saves the next one.
         self._lock = threading.Lock()
-        self.kept = Keeper(self._planner.parents, self._planner.deferred, self._lock)
+        self.kept = Keeper(self._planner.line, self._lock)
         self._attempt = Attempt(threading.Lock(), claims.new_token())
         self._stager = Stager(options, self._planner, self._shadow)
         self.resumer = Resumer(
@@ -109,8 +106,8 @@ class Saver:
     @property
     def has_steps(self) -> bool:
         """True if a step was saved or restored here."""
-        parents = self._planner.parents
-        return parents.save is not None or not parents.is_empty
+        line = self._planner.line
+        return line.save is not None or not line.is_empty
 
     def leave(self, consent: Consent) -> None:
         """Tells processes that may ask in this call that this one took part in no collective."""
@@ -143,7 +140,7 @@ class Saver:
             snapshot = self._planner.snapshots.take(state)
             options, bindings = self._options, snapshot.structure.bindings
             if options.max_deltas and options.delta != "bits" and not self._has_recorder:
-                is_first = self._planner.parents.save is None
+                is_first = self._planner.line.save is None
                 self._notices.hint_at_recorder(snapshot.structure, is_first=is_first)
             save = self._begin(
                 *(snapshot, directory, number, number if step is None else step),
@@ -178,12 +175,11 @@ class Saver:
         if parent is not None and parent.save is None:  # what was looked at is gone on from
             self._bases.restart(parent.base_depth)
         if planned.given_up:
-            planner.deferred.give_up(0, planned.given_up)
+            planner.line.give_up(0, planned.given_up)
         try:
-            own, witness, copies = self._stager.stage(snapshot, course, str(directory), consent)
-            is_exported = planned.update is not NOT_YET
+            own, copies, begun = self._stager.stage(snapshot, course, str(directory), consent)
             self._stager.returned.clear()
-            exporting = None if is_exported else self._stager.export(planned.structure)
+            exporting = None if begun is None else self._stager.export(planned.structure)
             decision = planned.decision
             _log.debug("step %d: %s (%s)", planned.step, decision.kind, decision.reason)
             self._notices.note_plan(planned)
@@ -191,25 +187,21 @@ class Saver:
             copies.wait()
         finally:
             self._stager.wire.finish()
-        save = self._save([*planner.deferred.steps, own], directory, number, parent, exchange)
+        save = self._save([*planner.line.deferred, own], directory, number, parent, exchange)
         save.replayable, save.exporting = replayable, exporting
         if parent is None:
             save.base = self._stager.base_writer(course, copies, directory)
-        # Until the save is committed this directory does not exist, and if it fails it never will:
-        # the next save looks at the disk, finds no parent, and writes a base.
-        tip = Tip(planned.step, save.depth, own, copies.kept, witness)
-        if not is_exported:
-            blocks = with_others(snapshot, copies.held, planned.structure.touched)
-            begun = ShadowStep(own, own.step, blocks, own.sums)
-            self._stager.prepare_next(tip, snapshot, begun, is_restored=False)
-        following = Parent(directory, number, tip, save)
-        planner.parents.advance(following)
-        planner.deferred.advance(following, len(planner.deferred))
+        if begun is not None:
+            self._stager.prepare_next(own, snapshot, begun, is_restored=False)
+        planner.line.advance(save)
         if planned.is_base:
             self._stager.begin_line(save)
             self._bases.restart()
         elif planned.makes_base:
-            self._make_base(following, own, copies, exchange)
+            followed, sums = save.parent, None
+            if followed is not None and exchange is not None:
+                sums = self._stager.earlier_base(followed).sums
+            self._bases.take(save, copies.staged, sums)
         return save
 
     def _save(
@@ -221,14 +213,14 @@ class Saver:
         exchange: Exchange | None,
     ) -> Save:
         """A save of staged steps."""
-        planner, planned, last = self._planner, steps[-1].plan, self._planner.parents.save
+        planner, planned, last = self._planner, steps[-1].plan, self._planner.line.save
         self._attempt = self._attempt.next(
             exchange, repeats=last is not None and last.directory == directory
         )
         found, structure = parent.lineage if parent else None, planned.structure
-        links = found is not None and planner.parents.has_links(directory)
+        links = found is not None and planner.line.has_links(directory)
         if not links:
-            planner.parents.note_parent(number, parent)
+            planner.line.note_parent(number, parent)
         return Save(
             steps=steps,
             directory=directory,
@@ -256,7 +248,7 @@ class Saver:
         """
         with self._lock:
             self._enter(is_save=True)
-            planner, saved = self._planner, self._planner.parents.saved
+            planner, saved = self._planner, self._planner.line.saved
             planner.learn()
             if saved is not None and saved.save is not None and saved.save.is_kept:
                 self._attempt = self._attempt.next(exchange, repeats=True)
@@ -265,25 +257,12 @@ class Saver:
                     self._stager.last_base = saved.save
                 return saved.save
             self.kept.let_go()
-            parent, tips = planner.deferred_until(directory, number)
-            steps = planner.deferred.steps[: len(tips)]
+            parent, steps = planner.deferred_until(directory, number)
             save = self._save(steps, directory, number, parent, exchange)
-            following = Parent(directory, number, tips[-1], save)
-            planner.parents.advance(following)
-            planner.deferred.advance(following, len(steps))
+            planner.line.advance(save)
             self._note_position()
             self._watch.leave_saved(is_base=False, deltas=len(steps))
             return save
-
-    def _make_base(
-        self, saved: Parent, own: Pending, copies: HostCopies, exchange: Exchange | None
-    ) -> None:
-        """Has a step that is saved as a delta become a base in the background."""
-        followed, sums = saved.save.parent if saved.save else None, None
-        if followed is not None and exchange is not None:
-            sums = self._stager.earlier_base(followed).sums
-        if self._bases.take(own.proof, copies.staged, saved.directory, exchange, sums):
-            self._taken = saved
 
     def note_gap(self, *, is_lost: bool = False) -> None:
         """Notes that a step is not saved, since its save could not begin: no other follows it.
@@ -296,8 +275,8 @@ class Saver:
             self._notices.forget_missed()
             if is_lost:
                 why = "the save that was to write them did not begin"
-                self._planner.deferred.give_up(0, why)
-                self._planner.parents.forget()
+                self._planner.line.give_up(0, why)
+                self._planner.line.forget()
 
     def refuse(self, save: Save, error: Exception, *, is_again: bool) -> None:
         """Notes that another process did not begin a save; if it ``is_again`` it may stay kept."""
@@ -339,10 +318,10 @@ class Saver:
         with self._lock:
             self._enter(is_save=False)
             why = self._why_not_deferred(state, step, away_bytes, consent)
-            deferred = self._planner.deferred
+            deferred = self._planner.line.deferred
             self._note_position()
-            if why and step is None and len(deferred):
-                step = deferred.steps[-1].step + 1
+            if why and step is None and deferred:
+                step = deferred[-1].step + 1
             if step is not None:
                 self._notices.note_step(step, why)
             return not why
@@ -351,35 +330,36 @@ class Saver:
         self, state: PyTree, step: int | None, away_bytes: int | None, consent: Consent | None
     ) -> str:
         """Defers a step, or gives the reason why it has to be saved."""
-        planner, deferred = self._planner, self._planner.deferred
+        planner, line = self._planner, self._planner.line
         planner.learn()
-        if (parent := planner.parents.only) is None:
+        if (parent := line.only) is None:
             return "there is nothing yet to build on"
-        last = deferred.tip_behind(parent).step
+        last = line.tip_behind(parent).step
         number = last + 1 if step is None else step
         if number < last:
             raise ValueError(
                 f"expected a step after {last}, the last one, found {number}. The state was "
                 "not recorded; the steps before are not affected."
             )
-        if len(deferred) and deferred.follows is not parent:
+        if line.deferred and line.deferred_behind is not parent:
             return "another step was restored meanwhile"
         if number == parent.tip.step:
             return _why_not_same(planner.snapshots.take(state), parent)
-        again = deferred.supersede(number)
-        if not len(deferred):
-            deferred.follows = parent
+        again = line.supersede(number)
+        if not line.deferred:
+            line.deferred_behind = parent
         snapshot = planner.snapshots.take(state)
         if self._has_gap and away_bytes is None:  # else it is the step of that save
             return "the save of a step before was refused"
         course = planner.plan_deferred(snapshot, parent, number, again, away_bytes)
         if isinstance(course, str):
             return course
-        before = parent.tip.staged
-        is_known = is_computed(snapshot) and not (before and before.plan.is_speculative)
+        before = parent.tip
+        is_known = is_computed(snapshot)
+        is_known = is_known and not (isinstance(before, Pending) and before.plan.is_speculative)
         label = f"recorded step {number}"
         try:
-            own, witness, copies = self._stager.stage(snapshot, course, label, consent)
+            own, copies, _ = self._stager.stage(snapshot, course, label, consent)
             copies.wait()
         finally:
             self._stager.wire.finish()
@@ -388,8 +368,6 @@ class Saver:
         waits = away_bytes is not None or (is_alone and planner.distrust.is_cautious)
         if is_alone and is_known and not waits:  # before the worker takes turns with this thread
             waits = not own.seems_planned(snapshot.counts())
-        depth = parent.tip.depth + len(deferred) + 1
-        tip = Tip(number, depth, own, copies.kept, witness)
         is_collective = second_copy.is_collective(snapshot, course.plan.update)
         compares = own.compare is not None and is_collective
         with contextlib.ExitStack() as undo:
@@ -397,7 +375,7 @@ class Saver:
             if compares and not self._stager.wire.agrees(consent, name_of(course.plan, snapshot)):
                 return "not all processes compare it with the same replay"
             undo.pop_all()
-        deferred.add(tip, own, drains=snapshot.structure.on_accelerator)
+        line.add(own, drains=snapshot.structure.on_accelerator)
         if compares:
             with contextlib.suppress(AdaCheckError):  # raised by the save of this step
                 own.compared()
@@ -408,13 +386,13 @@ class Saver:
     def close(self) -> None:
         """Tells of deferred steps that are not saved; another manager may still save them."""
         self._bases.close()
-        tell_given_up([each.step for each in self._planner.deferred.steps], "a manager is closed")
+        tell_given_up([each.step for each in self._planner.line.deferred], "a manager is closed")
         self._stager.finish()
         self._shadow.close()
 
     def _enter(self, *, is_save: bool) -> None:
         """Begins to measure a call, and learns what all processes know of the costs before it."""
-        save = self._planner.parents.save
+        save = self._planner.line.save
         self._watch.enter(save.durable_s if save is not None else None)
         if save is not None and save.agreed is not None:
             measured, save.measured = save.measured, ()
@@ -425,9 +403,7 @@ class Saver:
 
     def _go_on(self, save: Save | None) -> None:
         """Goes on with a base that is made in the background."""
-        if (taken := self._taken) is not None:
-            failed = taken.save is not None and taken.save.error is not None
-            self._bases.go_on(taken.committed, failed=failed)
+        self._bases.go_on()
         facts = self._bases.own
         if jax.process_count() > 1:
             agreed = save.agreed if save is not None else None
@@ -436,21 +412,19 @@ class Saver:
             facts = agreed.background if agreed is not None else None
             if save is not None and save.error is not None:
                 facts = BackgroundFacts()
-        seconds = self._bases.learn(facts) if facts is not None else None
-        if seconds is None or taken is None or taken.save is None:
+        if facts is None or (made := self._bases.learn(facts)) is None:
             return
-        # What has not changed since is linked from its volumes.
-        self._taken, self._stager.last_base = None, taken.save
-        self._schedule.add([("base_blocking_s", 0.0, 1), ("base_write_s", seconds, 1)])
-        if chosen := self._schedule.begin_lineage(sizes_of(taken.save.structure)):
+        self._stager.last_base = made  # what has not changed since is linked from its volumes
+        self._schedule.add([("base_blocking_s", 0.0, 1), ("base_write_s", facts.newest_s, 1)])
+        if chosen := self._schedule.begin_lineage(sizes_of(made.structure)):
             _log.info("%s", chosen)
 
     def _note_position(self) -> None:
         """Notes how far the line is, for a manager that asks when to save."""
-        if (parent := self._planner.parents.only) is None:
+        if (parent := self._planner.line.only) is None:
             self._schedule.note(None)
         else:
-            tip = self._planner.deferred.tip_behind(parent)
+            tip = self._planner.line.tip_behind(parent)
             number = parent.tip.step if parent.number is None else parent.number
             self._schedule.note(number, tip.depth)
 
@@ -459,12 +433,12 @@ def _why_not_same(snapshot: Snapshot, parent: Parent) -> str:
     """Raises ValueError if a step was saved with another state; the reason if it was not saved."""
     if parent.save is not None and parent.save.is_lost:
         return f"step {parent.tip.step} was not saved"
-    structure, known, found = snapshot.structure, parent.sums(), sums_of(snapshot)
+    structure, known, found = snapshot.structure, parent.tip.sums(), sums_of(snapshot)
     leaves = (i for i in known if i not in structure.ephemeral and known[i] != found[i])
     other = next((f" and other bits in {structure.leaves[i].path}" for i in leaves), "")
-    if other or snapshot.counts() != parent.counts():
+    if other or snapshot.counts() != parent.tip.counts():
         raise ValueError(
-            f"expected step {parent.tip.step} as it was saved, with {shown(parent.counts())} "
+            f"expected step {parent.tip.step} as it was saved, with {shown(parent.tip.counts())} "
             f"updates, found a state with {shown(snapshot.counts())}{other}. It was not recorded; "
             "the steps before are not affected. Give record_step the numbers of the steps as the "
             "manager counts them."

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import threading
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any
 
@@ -17,7 +17,7 @@ import jax
 from adacheck_jax.device import jax_settings, transfer
 from adacheck_jax.device.jax_settings import Arithmetic
 from adacheck_jax.device.loops import programs
-from adacheck_jax.device.transfer import Joined, Merged
+from adacheck_jax.device.transfer import Joined
 from adacheck_jax.format.boxes import Blocks
 from adacheck_jax.memory.sending.consent import Consent
 from adacheck_jax.memory.sending.wire import Received, Wire
@@ -25,15 +25,14 @@ from adacheck_jax.memory.shadow import ShadowThread
 from adacheck_jax.memory.shadow_state import ShadowStep
 from adacheck_jax.plan.decision import replays
 from adacheck_jax.plan.options import Options
-from adacheck_jax.plan.save_plan import SavePlan
-from adacheck_jax.proof.checker import Comparison, Witness
+from adacheck_jax.plan.save_plan import kept
+from adacheck_jax.proof.checker import Witness
 from adacheck_jax.save import copies as host_copies
 from adacheck_jax.save.copies import HostCopies
-from adacheck_jax.save.line.parents import Tip
 from adacheck_jax.save.line.planner import Course, Planner
 from adacheck_jax.save.one_save import Save
-from adacheck_jax.save.pending import Pending
-from adacheck_jax.state.exported_update import ExportedUpdate
+from adacheck_jax.save.pending import Pending, Tip
+from adacheck_jax.state.exported_update import NOT_YET, ExportedUpdate
 from adacheck_jax.state.snapshot import Snapshot, Structure
 from adacheck_jax.store.base_writer import BaseWriter, EarlierBase, seldom_changed
 from adacheck_jax.store.delta_writer import DeltaEncodings, DeltaWriter
@@ -94,13 +93,14 @@ class Stager:
         course: Course,
         label: str,
         consent: Consent | None,
-    ) -> tuple[Pending, Witness | None, HostCopies]:
-        """The step on its way to the disk, the witness of its state, and copies of it to wait for.
+    ) -> tuple[Pending, HostCopies, ShadowStep | None]:
+        """The step on its way to the disk, and copies of its state to wait for.
 
         It is called once a replay was compared, behind which devices fingerprint the whole state.
+        The last is what the shadow starts from once the update of a base is exported.
         """
         every_replica = self._options.check_replicas != "off"
-        planned, tip = course.plan, course.tip
+        planned, tip, structure = course.plan, course.tip, snapshot.structure
         wanted = {*planned.stored, *planned.kept, *planned.spare}
         follows = not (planned.is_base or planned.is_whole) and tip is not None
         # All shadows follow a step, or all begin with one.
@@ -113,80 +113,69 @@ class Stager:
             is_followed=self._shadow.follows if follows else planned.has_witness,
         )
         if planned.is_base:  # of what updates touch it brings all that is here, below
-            wanted -= planned.structure.touched
+            wanted -= structure.touched
         seconds = self.seconds(snapshot, wanted, is_base=planned.is_base)
         with programs.together():  # dispatched before other threads take turns with this one
             copies = host_copies.take_copies(
                 snapshot, planned, seconds, every_replica=every_replica
             )
             own = self._pending(snapshot, course, label, copies)
-            own.compare, witness = self._compared(snapshot, course, own)
+            self._compare(snapshot, course, own)
         if follows:
-            self._follow(snapshot, course, own, copies, received)
-        elif planned.has_witness:
-            blocks = with_others(snapshot, copies.held, planned.structure.touched)
-            begun = ShadowStep(own, own.step, blocks, own.sums)
-            self._shadow.start(planned.structure, planned.update, _with(begun, received))
-        return own, witness, copies
+            # What replay gets wrong is put over the shadow, whose boxes may have other owners; and
+            # each process takes the numbers that all arrays are computed from.
+            others = structure.computed.intersection(planned.stored)
+            others |= structure.everywhere.intersection(structure.consumed)
+            step = _shadow_step(snapshot, own, copies, others, received)
+            step = dataclasses.replace(step, before=tip, again=course.again)
+            own.proof = self._shadow.follow(step)
+        elif planned.has_witness or planned.update is NOT_YET:
+            step = _shadow_step(snapshot, own, copies, structure.touched, received)
+            if planned.update is NOT_YET:
+                return own, copies, step
+            self._shadow.start(structure, planned.update, step)
+        return own, copies, None
 
     def _pending(
         self, snapshot: Snapshot, course: Course, label: str, copies: HostCopies
     ) -> Pending:
         """The step with what is written of it."""
-        planned, tip = course.plan, course.tip
-        before, picks, parent = tip.staged if tip else None, planned.structure.local_picks, None
-        if tip is not None and before is None and course.parent is not None:
-            parent = (tip.step, course.parent.counts())
+        planned, tip, delta = course.plan, course.tip, None
+        picks, before = planned.structure.local_picks, tip.kept if tip else host_copies.NOTHING
+        if not planned.is_base:
+            delta = DeltaWriter(
+                planned.structure.leaves,
+                copies.staged,
+                planned.stored,
+                host_copies.comparable(before, planned),
+                self._options.compression,
+                self._encodings,
+                self._memory,
+            )
         return Pending(
             planned,
             label,
             copies,
-            None if planned.is_base else self._delta_writer(planned, copies, tip),
+            delta,
             transfer.stage({i: snapshot.arrays[i] for i in picks}, picks),
             self.worker,
-            parent=parent,
-            before=before if planned.is_speculative else None,
-            again=course.again if planned.is_speculative else None,
+            before=tip,
+            again=course.again,
         )
 
-    def _follow(
-        self,
-        snapshot: Snapshot,
-        course: Course,
-        own: Pending,
-        copies: HostCopies,
-        received: Received | None,
-    ) -> None:
-        """Has the shadow follow a delta.
-
-        What replay gets wrong is put over the shadow, whose boxes may have other owners; and each
-        process takes the numbers that all arrays are computed from.
-        """
-        planned, structure = course.plan, course.plan.structure
-        blocks = dict.fromkeys(copies.staged, copies.staged)
-        blocks = Joined(blocks | dict.fromkeys(copies.spare, copies.spare))
-        blocks = Merged(blocks, copies.seconds) if copies.seconds else blocks
-        wrong = structure.computed.intersection(planned.stored)
-        numbers = structure.everywhere.intersection(structure.consumed)
-        blocks = with_others(snapshot, blocks, wrong | numbers)
-        before = course.tip.position if course.tip is not None else None
-        step = ShadowStep(own, own.step, blocks, own.sums, before, course.again)
-        own.proof = self._shadow.follow(_with(step, received))
-
-    def _compared(
-        self, snapshot: Snapshot, course: Course, own: Pending
-    ) -> tuple[Comparison | None, Witness | None]:
-        """The comparison of a step that is made behind its save, and the witness of its state."""
-        planned, tip = course.plan, course.tip
-        if course.check is not None:
-            return course.compare, course.check.witness()
-        if not planned.has_witness:
-            return course.compare, None
-        checker = self._planner.checker_of(planned.structure, planned.update)
-        if planned.is_speculative and tip is not None and tip.witness is not None:
-            check = checker.begin(tip.witness, snapshot.arrays, planned.step, own.sums)
-            return check.findings, check.witness()
-        return course.compare, checker.witness(snapshot.arrays, planned.step)
+    def _compare(self, snapshot: Snapshot, course: Course, own: Pending) -> None:
+        """Begins the comparison of a step that is made behind its save; takes its witness."""
+        planned, tip, check = course.plan, course.tip, course.check
+        own.compare = course.compare
+        if check is None and planned.has_witness:
+            checker = self._planner.checker_of(planned.structure, planned.update)
+            if planned.is_speculative and tip is not None and tip.witness is not None:
+                check = checker.begin(tip.witness, snapshot.arrays, planned.step, own.sums)
+                own.compare = check.findings
+            else:
+                own.witness = checker.witness(snapshot.arrays, planned.step)
+        if check is not None:
+            own.witness = check.witness()
 
     def seconds(
         self, snapshot: Snapshot, wanted: Collection[int], *, is_base: bool
@@ -214,7 +203,7 @@ class Stager:
                 *(snapshot, update, every, consent, f"{tip.step} restored"), is_followed=is_followed
             )
             self.wire.finish()
-        return _with(ShadowStep(tip.position, tip.step, blocks, lambda: sums), received)
+        return _with(ShadowStep(tip, tip.step, blocks, lambda: sums), received)
 
     def _restored_blocks(self, snapshot: Snapshot) -> Mapping[int, Blocks]:
         """The boxes that this process has of a restored state."""
@@ -223,7 +212,7 @@ class Stager:
         picks, others = structure.picks, self.seconds(snapshot, untouched, is_base=True)
         if others:
             picks = {i: (*own, *others.get(i, ())) for i, own in picks.items()}
-        return with_others(snapshot, transfer.stage(arrays, picks), structure.touched)
+        return _with_others(snapshot, transfer.stage(arrays, picks), structure.touched)
 
     def prepare_next(
         self,
@@ -241,30 +230,29 @@ class Stager:
         ``step``; without one it stays as it is.
         """
         structure, arithmetic = snapshot.structure, Arithmetic.current()
-        held = None
+        planner, held = self._planner, None
         if not structure.on_accelerator:
             held = [transfer.held(each) for each in snapshot.arrays]
 
-        def arrays() -> Sequence[Any]:
-            return snapshot.arrays if held is None else [each() for each in held]
-
-        def begun() -> Witness | None:
-            """The witness, from whose state the shadow starts; or else it says that it does not."""
-            found = None
-            try:
-                found = self._planner.witness_of(snapshot, arrays, tip.step)
-            finally:
-                if found is None and step is not None:
-                    self._shadow.miss(tip.step, is_restored=is_restored)
-            if found is not None and step is not None:
-                self._shadow.start(structure, found.program, step, is_restored=is_restored)
-            return found
-
         def witness() -> Witness | None:
+            found, arrays = None, snapshot.arrays
             with jax_settings.own(), arithmetic.applied():
-                found = begun()
-                if tip.staged is not None:
-                    tip.host_copies = self._planner.kept(structure, tip.host_copies)
+                try:
+                    update = planner.updates.of(structure)
+                    if replays(update, self._options):
+                        if held is not None and update.engine != "identity":
+                            arrays = [each() for each in held]
+                        found = planner.checker_of(structure, update).witness(arrays, tip.step)
+                finally:
+                    if found is None and step is not None:
+                        self._shadow.miss(tip.step, is_restored=is_restored)
+                if found is not None and step is not None:
+                    self._shadow.start(structure, update, step, is_restored=is_restored)
+                if not is_restored:
+                    wrong = planner.distrust.leaves_of(structure)
+                    wanted = kept(structure, update, wrong, self._options, replayable=True)
+                    copies = tip.kept
+                    tip.kept = {i: copies[i] for i in wanted if i in copies}
                 return found
 
         if held is None:
@@ -279,7 +267,7 @@ class Stager:
         earlier, still = None, frozenset[int]()
         if structure.bindings:  # what no update computes may well be the same at the next base
             still = seldom_changed(structure.leaves, structure.touched)
-        if found is not None and self._planner.parents.has_links(directory):
+        if found is not None and self._planner.line.has_links(directory):
             earlier = self.earlier_base(found)
         return BaseWriter(
             structure.leaves,
@@ -300,16 +288,17 @@ class Stager:
             sums = dict(enumerate(base.fingerprints))
         return EarlierBase(parent, sums)
 
-    def _delta_writer(self, planned: SavePlan, copies: HostCopies, tip: Tip | None) -> DeltaWriter:
-        return DeltaWriter(
-            planned.structure.leaves,
-            copies.staged,
-            planned.stored,
-            host_copies.comparable(tip.host_copies if tip else host_copies.NOTHING, planned),
-            self._options.compression,
-            self._encodings,
-            self._memory,
-        )
+
+def _shadow_step(
+    snapshot: Snapshot,
+    own: Pending,
+    copies: HostCopies,
+    leaves: Collection[int],
+    received: Received | None,
+) -> ShadowStep:
+    """A step for the shadow, of some ``leaves`` with what other processes own."""
+    blocks = _with_others(snapshot, copies.held, leaves)
+    return _with(ShadowStep(own, own.step, blocks, own.sums), received)
 
 
 def _with(step: ShadowStep, received: Received | None) -> ShadowStep:
@@ -320,7 +309,7 @@ def _with(step: ShadowStep, received: Received | None) -> ShadowStep:
     return dataclasses.replace(step, blocks=blocks, lost=received.lost)
 
 
-def with_others(
+def _with_others(
     snapshot: Snapshot, blocks: Mapping[int, Blocks], leaves: Collection[int]
 ) -> Mapping[int, Blocks]:
     """Blocks of a state, with what other processes own of some leaves and this one's shadow has."""

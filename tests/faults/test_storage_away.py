@@ -553,7 +553,7 @@ def test_nothing_of_a_step_that_has_its_name_stays_in_memory(tmp_path):
             manager.wait_until_finished()
             saver = manager.handler.run.saver
             assert saver is not None
-            saved = saver._planner.parents.saved
+            saved = saver._planner.line.saved
             assert saved is not None
             assert saved.save is not None
             assert saved.save.base is None

@@ -66,10 +66,10 @@ def step_of(number, worker, before, findings, wrong, spare, log, ready):
         spare=(1,) if spare else (),
     )
     sums = SimpleNamespace(sums=lambda: {0: 100, 1: 101}, holds_blocks=False)
-    copies: Any = SimpleNamespace(fingerprints=sums, counters={}, spare={1: {}})
+    copies: Any = SimpleNamespace(fingerprints=sums, counters={}, spare={1: {}}, kept={})
     delta: Any = SimpleNamespace(blocks={}) if spare else None
     args: Any = (plan, f"step {number}", copies, delta, {}, worker)
-    pending = Pending(*args, parent=None, before=before, again=None)
+    pending = Pending(*args, before=before, again=None)
     proof: Any = Proof(wrong, pending, log)
     compare: Any = Comparison(findings, ready)
     pending.proof, pending.compare = proof, compare

@@ -47,9 +47,7 @@ def decide(
     facts = None
     if base is not None and parent is not None:
         lineage = types.SimpleNamespace(base=base, problem=problem)
-        facts = situation.Facts(
-            parent.step, parent.depth, parent.counts, lineage, 0, None, True, (), ()
-        )
+        facts = situation.Facts(parent.step, parent.depth, parent.counts, lineage, 0, True, (), ())
     given = situation.Situation(
         *(step, None, None, counts, True, frozenset(), facts, True, is_first, True, 1, True),
         max_deltas,
@@ -246,9 +244,11 @@ def situation_of(structure, counts, *, leaves=None, deferred_count=0, step=7, lo
     leaves = leaves or structure.leaves
     base = types.SimpleNamespace(leaves=leaves, update=update)
     lineage = types.SimpleNamespace(base=base, problem="", is_recut=False)
-    saved = situation.SavedFacts(structure, "replay", 1, False)
     known = None if counts is None else (6,)
-    facts = situation.Facts(6, 5, known, lineage, deferred_count, saved, True, leaves, leaves)
+    facts = situation.Facts(
+        *(6, 5, known, lineage, deferred_count, True, leaves, leaves),
+        *(False, structure, "replay", 1),
+    )
     return situation.Situation(
         *(step, structure, UPDATED, counts, True, frozenset(), facts),
         *(True, False, True, 1, True, longest),
@@ -313,7 +313,7 @@ def restored_elsewhere(structure, **about):
     before = tuple(dataclasses.replace(each, owners=()) for each in structure.leaves)
     lineage = given.parent.lineage
     lineage.leaves = lineage.base.leaves = before
-    facts = dataclasses.replace(given.parent, saved=None)
+    facts = dataclasses.replace(given.parent, structure=None, kind=None, interval=0)
     return dataclasses.replace(given, parent=facts)
 
 

@@ -22,9 +22,8 @@ from adacheck_jax.plan import situation
 from adacheck_jax.plan.save_plan import SavePlan
 from adacheck_jax.plan.situation import BackgroundFacts
 from adacheck_jax.save.attempt import SHARES, Attempt, Report
-from adacheck_jax.save.line.deferred import DeferredSteps
 from adacheck_jax.save.line.notices import tell_given_up
-from adacheck_jax.save.line.parents import Parents
+from adacheck_jax.save.line.parents import Line
 from adacheck_jax.save.one_save import Committed, Save
 from adacheck_jax.store.steps import marks
 from adacheck_jax.store.storage.location import at
@@ -83,8 +82,8 @@ class Keeper:
     The ``lock`` is held through each save and each record of a step.
     """
 
-    def __init__(self, parents: Parents, deferred: DeferredSteps, lock: threading.Lock) -> None:
-        self._parents, self._deferred, self._lock = parents, deferred, lock
+    def __init__(self, line: Line, lock: threading.Lock) -> None:
+        self._line, self._lock = line, lock
 
     def steps(self) -> KeptSteps:
         """Steps that storage does not have, and that are not being written."""
@@ -92,7 +91,7 @@ class Keeper:
             return self._steps()
 
     def _steps(self) -> KeptSteps:
-        steps, refused, save = self._deferred.steps, None, self._parents.save
+        steps, refused, save = self._line.deferred, None, self._line.save
         every = behind = [each.step for each in steps]
         if save is not None and save.is_kept:
             refused, every = save.number, [*(each.step for each in save.steps), *behind]
@@ -103,7 +102,7 @@ class Keeper:
 
     def _save_of(self, number: int | None) -> Save | None:
         """The save that was begun last, if its manager gave it this number."""
-        save = self._parents.save
+        save = self._line.save
         return save if save is not None and save.number == number else None
 
     def fail(self, number: int, error: Exception) -> bool:
@@ -152,7 +151,7 @@ class Keeper:
 
         They would read it there when the next save begins, in the way of the training loop.
         """
-        save = self._parents.save
+        save = self._line.save
         if save is None or save.committed is None or at(save.directory).on_file_system:
             return {}
         data, _ = manifest_json.encode(save.committed.manifest)
@@ -169,12 +168,12 @@ class Keeper:
     def take_back(self, count: int = 1, why: str = "") -> None:
         """Lets go of the steps recorded last, which another process lacks; tells why, if given."""
         with self._lock:
-            self._deferred.give_up(max(len(self._deferred) - count, 0), why)
+            self._line.give_up(max(len(self._line.deferred) - count, 0), why)
 
     def is_there(self) -> bool:
         """True if the save that storage seemed to refuse is on the disk; OSError if not known."""
         with self._lock:
-            save = self._parents.save
+            save = self._line.save
         if save is None or not save.is_kept or (committed := save.committed) is None:
             return False
         with contextlib.suppress(FileNotFoundError, NotADirectoryError):
@@ -184,22 +183,22 @@ class Keeper:
     def give_up(self, why: str) -> None:
         """Lets go of all steps in memory that are not on the disk, and says so."""
         with self._lock:
-            steps, save = self._steps(), self._parents.save
+            steps, save = self._steps(), self._line.save
             if save is not None and save.is_kept:
                 save.release()
-            self._deferred.cut(0)
+            self._line.cut(0)
         tell_given_up(steps.steps, why)
 
     def replace(self, number: int) -> None:
         """Lets go of what was refused of one step alone, since its caller saves it again."""
         with self._lock:
-            steps, save = self._steps(), self._parents.save
+            steps, save = self._steps(), self._line.save
             if save is not None and steps.refused == number and len(steps.steps) == 1:
                 save.release()
 
     def let_go(self) -> None:
         """Lets go of the last save, since another one begins; under the lock."""
-        if (save := self._parents.save) is not None:
+        if (save := self._line.save) is not None:
             if save.is_kept:
                 tell_given_up([each.step for each in save.steps], "another step is saved")
             save.release()

@@ -1,73 +1,27 @@
-"""Possible parents of the next delta: the steps saved and restored last, as the disk has them."""
+"""The line of a run: the steps saved and restored last, as the disk has them, and deferred ones."""
 
 from __future__ import annotations
 
 import contextlib
 import logging
-from collections.abc import Mapping
-from concurrent.futures import Future
 from dataclasses import dataclass
 
-import jax
-
 from adacheck_jax.errors import AdaCheckError
-from adacheck_jax.format.boxes import Blocks
-from adacheck_jax.format.manifest import DeltaManifest, Leaf
-from adacheck_jax.memory.shadow_state import Position
 from adacheck_jax.plan.decision import advanced
 from adacheck_jax.plan.situation import Counts
-from adacheck_jax.proof.checker import Witness
+from adacheck_jax.save.line.notices import tell_given_up
 from adacheck_jax.save.one_save import Save
-from adacheck_jax.save.pending import Pending
+from adacheck_jax.save.pending import Pending, Tip
 from adacheck_jax.store import links
 from adacheck_jax.store.retention import KeepLineage
 from adacheck_jax.store.steps import lookup, marks
-from adacheck_jax.store.steps.lineage import Lineage, LineageStep
+from adacheck_jax.store.steps.lineage import Lineage
 from adacheck_jax.store.storage.interface import Stamp
 from adacheck_jax.store.storage.location import AnyPath, at
 
 _log = logging.getLogger(__name__)
-
-
-@dataclass(slots=True, eq=False)
-class Tip:
-    """A step that the next one may follow, as this process has it in memory.
-
-    Attributes:
-        depth: number of deltas since the base that began its line.
-        staged: the step itself, if it was saved or deferred here; None for a restored one.
-        host_copies: copies of the leaves that the next delta may be stored as differences from.
-        witness: what the check of the next step needs of its state; None if there is nothing.
-        preparing: has another thread make the witness of a restored state.
-        restored: every leaf of a restored state, in the boxes that copies and witness are of.
-    """
-
-    step: int
-    depth: int
-    staged: Pending | None
-    host_copies: Mapping[int, Blocks]
-    witness: Witness | None
-    preparing: Future[Witness | None] | None = None
-    restored: tuple[Leaf, ...] = ()
-
-    @property
-    def leaves(self) -> tuple[Leaf, ...]:
-        """Every leaf, in its boxes."""
-        return self.restored if self.staged is None else self.staged.plan.structure.leaves
-
-    @property
-    def position(self) -> Position:
-        """The step, as the shadow knows it."""
-        return self if self.staged is None else self.staged
-
-    def wait(self) -> None:
-        """Waits until the witness is there."""
-        if (preparing := self.preparing) is not None:
-            try:
-                self.witness = preparing.result()
-            except Exception:  # costs a base, and no step
-                _log.exception("The check of the next save cannot be prepared; it will be a base.")
-            self.preparing = None
+_DRAINING_COUNT = 2
+_UNCHECKED_COUNT = 4
 
 
 @dataclass(slots=True, eq=False)
@@ -109,27 +63,13 @@ class Parent:
         """Number that its base, as far as it is known, has in its line of deltas."""
         return self._known[0].base.depth if self._known else 0
 
-    def counts(self) -> Counts:
-        """Update counters of its state; waits for them."""
-        if self.tip.staged is not None:
-            return self.tip.staged.counts()
-        return self.lineage.manifest.counts if self.lineage else ()
-
-    def sums(self) -> Mapping[int, int]:
-        """This process's contributions to the fingerprints of its state, if they are known."""
-        if self.tip.staged is not None:
-            return self.tip.staged.sums()
-        if self.lineage is None or jax.process_count() > 1:
-            return {}
-        return dict(enumerate(self.lineage.manifest.fingerprints))
-
     def look(self, others: list[Lineage]) -> None:
         """Looks for its lineage on the disk."""
-        known, self.lineage = [*others, *self._known], None
-        if self.save is not None and self.save.error is not None:
+        known, self.lineage, save = [*others, *self._known], None, self.save
+        if save is not None and save.error is not None:
             return  # it was told that it is not saved, or is to be written again first
         try:
-            found = self._committed() or lookup.follow(known, self.directory)
+            found = (save and save.lineage()) or lookup.follow(known, self.directory)
             if not found.exists():  # deleted; or compacted, and linked otherwise than was known
                 found = lookup.resolve(self.directory)
         except AdaCheckError as error:
@@ -140,41 +80,30 @@ class Parent:
             return
         self.lineage = found
 
-    def committed(self) -> Lineage | None:
-        """Its lineage, once this process has committed it and while it is on the disk unchanged."""
-        found = self._committed()
-        if found is None or found.exists():
-            return found
-        with contextlib.suppress(AdaCheckError):  # deleted; else linked otherwise than was known
-            return lookup.resolve(self.directory)
-        return None
 
-    def _committed(self) -> Lineage | None:
-        """Its lineage as this process committed it, if it is on the disk unchanged."""
-        if (save := self.save) is None or (committed := save.committed) is None:
-            return None
-        # In a store looks cost requests: they are left to the save itself, in the background.
-        if at(self.directory).on_file_system:
-            try:
-                if not marks.is_there(self.directory, committed.stamp):
-                    return None
-            except OSError:
-                return None
-        parent, manifest = save.parent, committed.manifest
-        if isinstance(manifest, DeltaManifest):
-            linked = save.links
-            return parent.followed_by(manifest, self.directory, linked=linked) if parent else None
-        return Lineage((LineageStep(manifest, self.directory),))
+class Line:
+    """The steps that the next one may follow, and those that the next save writes with its own.
 
+    Each deferred step is replayed and compared with its state in the background. A step that replay
+    gets wrong takes those after it along, so at most :data:`_UNCHECKED_COUNT` steps wait for that:
+    then the next one waits for the oldest. On accelerators a record is copied on its device first
+    and drained from there in the background, so that no step waits for a transfer;
+    :data:`_DRAINING_COUNT` of them at most take device memory.
 
-class Parents:
-    """The step saved last and the one restored last."""
+    Attributes:
+        saved: the step saved last.
+        deferred: the steps deferred since, in memory, oldest first.
+        deferred_behind: the step that they follow.
+    """
 
     def __init__(self, keep_lineage: KeepLineage | None) -> None:
         self._keep_lineage = keep_lineage
         self._candidates: tuple[Parent, ...] = ()
         self._links: dict[AnyPath, bool] = {}
         self.saved: Parent | None = None
+        self.deferred: list[Pending] = []
+        self.deferred_behind: Parent | None = None
+        self._unproved: list[Pending] = []
 
     @property
     def is_empty(self) -> bool:
@@ -191,9 +120,15 @@ class Parents:
         """The step saved or restored last, if it is the only one to build on."""
         return self._candidates[0] if len(self._candidates) == 1 else None
 
-    def advance(self, saved: Parent) -> None:
-        """Notes a step that is being saved."""
+    def advance(self, save: Save) -> None:
+        """Notes a step that is being saved, perhaps with deferred ones: others follow it now."""
+        # Until the save is committed its directory does not exist, and if it fails it never will:
+        # the next save looks at the disk, finds no parent, and writes a base.
+        saved = Parent(save.directory, save.number, save.own, save)
+        for each in (*(parent.tip for parent in self._candidates), *save.steps[:-1]):
+            each.forget()
         self.saved, self._candidates = saved, (saved,)
+        self.deferred_behind, self.deferred = saved, self.deferred[len(save.steps) :]
 
     def follow(self, restored: Parent) -> None:
         """Notes a step that was restored."""
@@ -256,3 +191,55 @@ class Parents:
         # A manager asks with each save: one that did not so far has another policy, or none.
         is_kept = keep is not None and (keep.is_asked or self.saved is None)
         return is_kept or self.has_links(final_directory)
+
+    def tip_behind(self, parent: Parent) -> Tip:
+        """The last step in memory: of the deferred ones, else the parent's own."""
+        return self.deferred[-1] if self.deferred else parent.tip
+
+    def add(self, staged: Pending, *, drains: bool) -> None:
+        """Adds a step; it ``drains`` if it takes device memory until it was copied to the host."""
+        self.deferred.append(staged)
+        staged.begin()
+        while len(self._unproved) >= (_DRAINING_COUNT if drains else _UNCHECKED_COUNT):
+            with contextlib.suppress(AdaCheckError):  # raised for whoever saves or defers next
+                self._unproved.pop(0).verify()
+        self._unproved.append(staged)
+
+    def cut(self, count: int) -> list[Pending]:
+        """Gives up all but the first steps, and returns them."""
+        given_up, self.deferred = self.deferred[count:], self.deferred[:count]
+        return given_up
+
+    def give_up(self, count: int, why: str) -> None:
+        """Gives up all but the first steps, and says so."""
+        tell_given_up([each.step for each in self.cut(count)], why)
+
+    def supersede(self, step: int | None) -> Pending | None:
+        """Gives up the steps that a save replaces; the one that it saves again, if it was last."""
+        steps = self.deferred
+        if step is None or not steps:
+            return None
+        kept = sum(each.step < step for each in steps)
+        if kept == len(steps) - 1 and steps[-1].step == step:
+            return self.cut(kept)[0]
+        self.give_up(kept, f"step {step} is saved after them")
+        return None
+
+    def settle(self, *, verify: bool) -> None:
+        """Settles the steps in order; raises where some are not one update apart, or wrong."""
+        for each in self.deferred:
+            each.settled()
+        if verify and self.deferred:
+            self.deferred[-1].verify()
+
+    @property
+    def settled_count(self) -> int:
+        """Number of steps, from the first on, that are known to be one update apart."""
+        flags = [each.plan.is_speculative for each in self.deferred]
+        return flags.index(True) if True in flags else len(flags)
+
+    @property
+    def wrong(self) -> tuple[int, AdaCheckError] | None:
+        """The first step that is known not to be what it was planned as, and the reason."""
+        pairs = enumerate(each.refused for each in self.deferred)
+        return next(((i, error) for i, error in pairs if error is not None), None)

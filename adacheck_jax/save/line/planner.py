@@ -12,29 +12,26 @@ import functools
 import logging
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import jax
 
 from adacheck_jax.device import fingerprint, transfer
 from adacheck_jax.device.trees import PyTree
 from adacheck_jax.errors import AdaCheckError, LineageError, ReplayError
-from adacheck_jax.format.boxes import Blocks
 from adacheck_jax.memory.shadow import ShadowThread
 from adacheck_jax.plan import save_plan, situation
 from adacheck_jax.plan.decision import Decision, replays, shown, unplanned
 from adacheck_jax.plan.options import Options
 from adacheck_jax.plan.save_plan import SavePlan
-from adacheck_jax.plan.situation import BackgroundFacts, Counts, Facts, SavedFacts, Situation
+from adacheck_jax.plan.situation import BackgroundFacts, Counts, Facts, Situation
 from adacheck_jax.proof import second_copy
 from adacheck_jax.proof.checker import Check, Checker, Comparison, Findings, Witness, is_sparse
 from adacheck_jax.proof.identity import Identity
 from adacheck_jax.proof.sample import Sampling
 from adacheck_jax.save.background_bases import BackgroundBases
-from adacheck_jax.save.line.deferred import DeferredSteps
 from adacheck_jax.save.line.notices import Distrust
-from adacheck_jax.save.line.parents import Parent, Parents, Tip
-from adacheck_jax.save.pending import Pending, told
+from adacheck_jax.save.line.parents import Line, Parent
+from adacheck_jax.save.pending import Pending, Tip, told
 from adacheck_jax.schedule.line import LineSchedule
 from adacheck_jax.state.exported_update import NOT_YET, ExportedUpdate, ExportedUpdates
 from adacheck_jax.state.snapshot import Snapshot, Snapshots, Structure
@@ -86,8 +83,7 @@ class Planner:
             compares_replicas=options.check_replicas != "off",
         )
         self.distrust = Distrust()
-        self.parents = Parents(options.keep_lineage)
-        self.deferred = DeferredSteps()
+        self.line = Line(options.keep_lineage)
         self.updates = ExportedUpdates(options.check)
         self._checker: tuple[Structure, ExportedUpdate, Checker] | None = None
 
@@ -109,15 +105,15 @@ class Planner:
         Raises:
             AdaCheckError: deferred steps are lost; told once.
         """
-        again = self.deferred.supersede(step)
-        only = self.parents.only
+        again = self.line.supersede(step)
+        only = self.line.only
         waits = self.distrust.is_cautious or is_computed(snapshot)
         if not waits and step is not None and only is not None and only.save is not None:
-            self.parents.look(only, directory)
+            self.line.look(only, directory)
             facts = self._situation(snapshot, directory, step, None, only, again, replayable)
             planned = save_plan.speculate(facts, self._options)
             if planned is not None and not second_copy.is_collective(snapshot, facts.update):
-                return Course(planned, only, self.deferred.tip_behind(only), again)
+                return Course(planned, only, self.line.tip_behind(only), again)
         counts = snapshot.counts()  # waits for the running step
         self.settle_deferred()
         if again is not None and again.counts() != counts:
@@ -127,13 +123,13 @@ class Planner:
                 *(again.step, shown(again.counts()), shown(counts)),
             )
             again = None
-        parent = self.deferred.follows if len(self.deferred) else None
-        if parent is not None and not self.parents.look(parent, directory):
-            self.deferred.give_up(0, "the step that they follow is not there")
+        parent = self.line.deferred_behind if self.line.deferred else None
+        if parent is not None and not self.line.look(parent, directory):
+            self.line.give_up(0, "the step that they follow is not there")
             parent = None
-        parent = parent or self.parents.choose(directory, counts)
+        parent = parent or self.line.choose(directory, counts)
         facts = self._situation(snapshot, directory, step, counts, parent, again, replayable)
-        tip = self.deferred.tip_behind(parent) if parent else None
+        tip = self.line.tip_behind(parent) if parent else None
         course = Course(save_plan.plan(facts, self._options), parent, tip, again)
         witness = tip and tip.witness
         if course.plan.decision.kind != "replay" or parent is None or witness is None:
@@ -163,10 +159,10 @@ class Planner:
         if planned.update.engine == "identity" and not all(isinstance(x, jax.Array) for x in given):
             return "copies are not the arrays that separate_update returned; a save compares them"
         own_bytes = situation.bytes_of(structure, planned.stored)
-        taken_bytes = len(self.deferred) * own_bytes
+        taken_bytes = len(self.line.deferred) * own_bytes
         if taken_bytes + own_bytes > max(situation.most_bytes(structure), away_bytes or 0):
             return "the recorded steps fill the memory that they may take"
-        return Course(planned, parent, self.deferred.tip_behind(parent))
+        return Course(planned, parent, self.line.tip_behind(parent))
 
     def _situation(
         self,
@@ -181,7 +177,7 @@ class Planner:
         """All that a plan may know."""
         structure, tip = snapshot.structure, None
         if parent is not None:
-            tip = self.deferred.tip_behind(parent)
+            tip = self.line.tip_behind(parent)
             tip.wait()  # the update is exported there already
         is_new = parent is None and replayable and not structure.on_accelerator
         is_new = is_new and not self._shadow.may_be_sent(structure)  # by the caller's thread
@@ -197,9 +193,9 @@ class Planner:
             replayable=replayable,
             distrusted=self.distrust.leaves_of(structure),
             parent=None if parent is None else self._facts(parent, structure, update, counts),
-            is_only=parent is not None and self.parents.only is parent,
-            is_first=self.parents.is_empty,
-            keeps_ancestors=parent is not None and self.parents.keeps_ancestors(directory),
+            is_only=parent is not None and self.line.only is parent,
+            is_first=self.line.is_empty,
+            keeps_ancestors=parent is not None and self.line.keeps_ancestors(directory),
             process_count=jax.process_count(),
             is_checker_ready=is_checked and self.checker_of(structure, update).is_ready,
             longest_lineage=self._schedule.longest_lineage,
@@ -214,26 +210,27 @@ class Planner:
         self, parent: Parent, structure: Structure, update: ExportedUpdate, counts: Counts | None
     ) -> Facts:
         """Facts about the step that a state with these counters would follow."""
-        tip, save, saved = self.deferred.tip_behind(parent), parent.save, None
-        base_depth, before = parent.base_depth, tip.staged or parent
+        tip, save = self.line.tip_behind(parent), parent.save
+        base_depth, saved = parent.base_depth, save and save.plan
         if save is not None:
-            kind = save.plan.decision.kind
-            saved = SavedFacts(save.structure, kind, save.interval, save.is_lost)
             # Several processes may not see at the same save that a step has become a base.
-            made_depth = self._bases.newest_depth
+            made_depth = self._bases.known.newest_depth
             base_depth = max(base_depth, made_depth) if jax.process_count() == 1 else made_depth
         fits = tip.witness is not None and tip.witness.fits(structure, update)
         return Facts(
             step=tip.step,
             depth=tip.depth - base_depth,
-            counts=None if counts is None else before.counts(),
+            counts=None if counts is None else tip.counts(),
             lineage=parent.lineage,
             deferred_count=tip.depth - parent.tip.depth,
-            saved=saved,
             has_witness=fits,
-            copied=tip.host_copies,
+            copied=tip.kept,
             leaves=tip.leaves,
             has_moved=tip.witness is not None and not fits,
+            structure=saved and saved.structure,
+            kind=saved and saved.decision.kind,
+            interval=saved.interval if saved else 0,
+            is_lost=save is not None and save.is_lost,
         )
 
     def _shadow_problem(self, tip: Tip, again: Pending | None) -> str:
@@ -244,7 +241,7 @@ class Planner:
         if jax.process_count() > 1:
             return self._shadow.due
         is_again = again is not None and not self._shadow.is_beyond(again)
-        if self._shadow.is_beyond(tip.position) and not is_again:
+        if self._shadow.is_beyond(tip) and not is_again:
             return "the shadow followed another step"
         return self._shadow.wants_base
 
@@ -256,14 +253,14 @@ class Planner:
         shadow, own = self._options.host_shadow, self._bases.own
         may_be = shadow is not None and shadow.background_bases and own.are_possible
         may_be = may_be and not isinstance(self._options.max_deltas, int)
-        may_be = may_be and self.parents.has_links(directory)
+        may_be = may_be and self.line.has_links(directory)
         return dataclasses.replace(own, are_possible=may_be)
 
     def _corrected(
         self, snapshot: Snapshot, course: Course, facts: Situation, parent: Parent, witness: Witness
     ) -> Course:
         """Compares replay with a state that is still there, and plans anew what it gets wrong."""
-        before = self.deferred.tip_behind(parent).staged or parent
+        before = self.line.tip_behind(parent)
         if isinstance(before, Pending):
             with contextlib.suppress(AdaCheckError):  # raised by the save of that step
                 before.verify()
@@ -322,55 +319,30 @@ class Planner:
         is_alike = len(snapshot.structure.leaves) == len(restored.leaves)
         return snapshot if is_alike and all(a.is_like(b) for a, b in pairs) else None
 
-    def witness_of(
-        self, snapshot: Snapshot, held: Callable[[], Sequence[Any]], step: int
-    ) -> Witness | None:
-        """A witness of a state; None where its updates cannot be replayed.
-
-        ``held`` gives the elements of the arrays, which may be donated by now.
-        """
-        structure, arrays = snapshot.structure, snapshot.arrays
-        update = self.updates.of(structure)
-        if not replays(update, self._options):
-            return None
-        arrays = arrays if update.engine == "identity" else held()
-        return self.checker_of(structure, update).witness(arrays, step)
-
-    def kept(self, structure: Structure, copies: Mapping[int, Blocks]) -> Mapping[int, Blocks]:
-        """Those of the copies of a base that the next save needs, once its update is known."""
-        wanted = save_plan.kept(
-            structure,
-            self.updates.of(structure),
-            self.distrust.leaves_of(structure),
-            self._options,
-            replayable=True,
-        )
-        return {i: copies[i] for i in wanted if i in copies}
-
     def learn(self) -> None:
         """Becomes cautious where replay was found to be wrong in the background.
 
         Raises:
             AdaCheckError: deferred steps are lost by it; told once.
         """
-        save = self.parents.save
-        for each in (*(save.steps if save is not None else ()), *self.deferred.steps):
+        save = self.line.save
+        for each in (*(save.steps if save is not None else ()), *self.line.deferred):
             if each.saved:
                 self.distrust.tell(each.plan, each.saved)
         if save is not None:
             known = save.agreed.caution if save.agreed else save.caution
             leaves = save.structure.leaves
             self.distrust.learn(known.reason, [leaves[i].path for i in known.distrusted])
-            if not len(self.deferred):  # else those before are of another replica
+            if not self.line.deferred:  # else those before are of another replica
                 self.snapshots.follow(save.agreed_lead)
             if isinstance(save.error, ReplayError):  # without the path of the step's directory
                 self._learn_disproved(str(save.error.__cause__ or save.error), save.steps)
         # Of several processes one alone may have found a deferred step wrong: the save that writes
         # it fails in all of them.
-        if jax.process_count() == 1 and (wrong := self.deferred.wrong):
+        if jax.process_count() == 1 and (wrong := self.line.wrong):
             kept, error = wrong
-            self._learn_disproved(str(error), self.deferred.steps[kept:])
-            steps = lineages.shown_steps([each.step for each in self.deferred.cut(kept)])
+            self._learn_disproved(str(error), self.line.deferred[kept:])
+            steps = lineages.shown_steps([each.step for each in self.line.cut(kept)])
             raise type(error)(
                 f"Recorded steps that are not saved: {steps}, and neither is this one; those "
                 f"before are kept. {error}"
@@ -393,37 +365,40 @@ class Planner:
         """Settles and verifies deferred steps; gives up those that are not one update apart."""
         # The first that failed tells why, below.
         with contextlib.suppress(AdaCheckError):
-            self.deferred.settle(verify=jax.process_count() == 1)
+            self.line.settle(verify=jax.process_count() == 1)
         self.learn()
-        if (count := self.deferred.settled_count) < len(self.deferred):
-            self.deferred.give_up(count, "they are not one update apart")
+        if (count := self.line.settled_count) < len(self.line.deferred):
+            self.line.give_up(count, "they are not one update apart")
 
-    def deferred_until(self, directory: AnyPath, number: int | None) -> tuple[Parent, list[Tip]]:
+    def deferred_until(
+        self, directory: AnyPath, number: int | None
+    ) -> tuple[Parent, list[Pending]]:
         """The deferred steps up to a number, which a save writes alone, and what they follow.
 
         Raises:
             AdaCheckError: deferred steps are lost; told once. Or there are none.
         """
         self.settle_deferred()
-        parent, tips = self.deferred.follows, self.deferred.until(number)
-        if parent is None or not tips:
+        parent, every = self.line.deferred_behind, self.line.deferred
+        steps = [each for each in every if number is None or each.step <= number]
+        if parent is None or not steps:
             raise AdaCheckError(f"{directory}: expected recorded steps, found none.")
-        if not self.parents.look(parent, directory):
+        if not self.line.look(parent, directory):
             raise LineageError(
                 f"Recorded steps that are not saved: "
-                f"{lineages.shown_steps([each.step for each in self.deferred.cut(0)])}; the step "
+                f"{lineages.shown_steps([each.step for each in self.line.cut(0)])}; the step "
                 "that they follow is not there. The next save will be a base."
             )
-        return parent, tips
+        return parent, steps
 
     def settle_last_deferred(self) -> str:
         """The reason, if any, why the last step deferred has to be saved instead; waits for all."""
         try:
-            self.deferred.settle(verify=self.distrust.is_cautious and jax.process_count() == 1)
+            self.line.settle(verify=self.distrust.is_cautious and jax.process_count() == 1)
         except AdaCheckError as error:
             # This one is left to a save, which sees the whole state.
-            self.deferred.cut(len(self.deferred) - 1)
-            self.deferred.give_up(self.deferred.settled_count, str(error))
+            self.line.cut(len(self.line.deferred) - 1)
+            self.line.give_up(self.line.settled_count, str(error))
             return str(error)
         return ""
 
