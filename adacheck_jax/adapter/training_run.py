@@ -45,6 +45,7 @@ from adacheck_jax.memory.sending.consent import Consent
 from adacheck_jax.plan.options import Options
 from adacheck_jax.save import commit
 from adacheck_jax.save.attempt import BEGUN, Exchange
+from adacheck_jax.save.line.kept import Keeper
 from adacheck_jax.save.one_save import Save
 from adacheck_jax.save.resuming import Newest
 from adacheck_jax.save.saver import Saver
@@ -242,6 +243,14 @@ class TrainingRun:
         with contextlib.suppress(ValueError):
             if (saver := self.saver) is not None:
                 saver.note_gap(is_lost=is_lost)
+
+    @property
+    def keeper(self) -> Keeper | None:
+        """The keeper of the steps in memory; None before the first, or of several lines."""
+        with contextlib.suppress(ValueError):
+            if (saver := self.saver) is not None:
+                return saver.kept
+        return None
 
     def _begin(
         self,

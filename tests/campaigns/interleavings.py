@@ -33,8 +33,8 @@ from unittest import mock
 
 import orbax.checkpoint as ocp
 
-from adacheck_jax.adapter.away.keeping import AdaCheckManager
-from adacheck_jax.adapter.away.opening import OpeningManager
+from adacheck_jax.adapter.away.manager import AdaCheckManager
+from adacheck_jax.adapter.away.opening import Opener
 from adacheck_jax.adapter.training_run import TrainingRun
 from adacheck_jax.memory.shadow_state import ShadowState
 from adacheck_jax.save import commit, share
@@ -54,7 +54,7 @@ POINTS: tuple[tuple[Any, str], ...] = (
     *((Saver, name) for name in ("begin", "defer", "returns")),
     *((Resumer, name) for name in ("follow", "forget")),
     *((HostCopies, "wait"), (TrainingRun, "write"), (TrainingRun, "commit")),
-    *((AdaCheckManager, "save"), (OpeningManager, "_open"), (OpeningManager, "_await_opening")),
+    *((AdaCheckManager, "save"), (Opener, "begin"), (Opener, "wait")),
     *((Pending, name) for name in ("begin", "packed", "release", "_reached")),
     *(
         (Pending, name)
