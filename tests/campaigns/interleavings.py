@@ -35,7 +35,7 @@ import orbax.checkpoint as ocp
 
 from adacheck_jax.adapter.away.manager import AdaCheckManager
 from adacheck_jax.adapter.away.opening import Opener
-from adacheck_jax.adapter.training_run import TrainingRun
+from adacheck_jax.adapter.saving.saves import Saves
 from adacheck_jax.memory.shadow_state import ShadowState
 from adacheck_jax.save import commit, share
 from adacheck_jax.save.background_bases import BackgroundBases
@@ -53,7 +53,7 @@ POINTS: tuple[tuple[Any, str], ...] = (
     *((Stager, name) for name in ("stage", "prepare_next", "export")),
     *((Saver, name) for name in ("begin", "defer", "returns")),
     *((Resumer, name) for name in ("follow", "forget")),
-    *((HostCopies, "wait"), (TrainingRun, "write"), (TrainingRun, "commit")),
+    *((HostCopies, "wait"), (Saves, "write"), (Saves, "commit")),
     *((AdaCheckManager, "save"), (Opener, "begin"), (Opener, "wait")),
     *((Pending, name) for name in ("begin", "packed", "release", "_reached")),
     *(

@@ -106,7 +106,7 @@ def recovered_run(run: support.Run, root: Path, memory: Path) -> tuple[int, Any]
 
 
 def wait_for_shadow(handler: adacheck.AdaCheckHandler) -> None:
-    (saver,) = handler._run._savers.values()
+    (saver,) = handler._run.lines._savers.values()
     saver._stager.finish()  # the line's worker, which gives the shadow its steps
     saver._shadow._thread.submit(int).result()
 

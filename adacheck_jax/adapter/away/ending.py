@@ -17,7 +17,7 @@ import jax
 import orbax.checkpoint as ocp
 
 from adacheck_jax.adapter.away.lockstep import Lockstep
-from adacheck_jax.adapter.training_run import TrainingRun
+from adacheck_jax.adapter.saving.lines import Lines
 from adacheck_jax.errors import StorageError, first_line
 from adacheck_jax.save.one_save import is_refusal
 
@@ -34,7 +34,7 @@ class Ending:
 
     Args:
         manager: the manager.
-        run: its training run.
+        lines: lines of steps of its training run.
         together: the processes that save with it.
         keeps_refused: True if what storage refuses is written again.
 
@@ -46,12 +46,12 @@ class Ending:
     def __init__(
         self,
         manager: ocp.CheckpointManager,
-        run: TrainingRun,
+        lines: Lines,
         together: Lockstep,
         *,
         keeps_refused: bool,
     ) -> None:
-        self._manager, self._run, self._together = manager, run, together
+        self._manager, self._lines, self._together = manager, lines, together
         self.keeps_refused, self.is_stale = keeps_refused, False
         self._failure: BaseException | None = None
         self._past_thread: object = None
@@ -112,7 +112,7 @@ class Ending:
                 raise
             self.is_stale = True
             _log.warning("%s: earlier steps could not be deleted: %s", manager.directory, error)
-        if (keeper := self._run.keeper) is not None:
+        if (keeper := self._lines.keeper) is not None:
             keeper.end(step)
         if was_stale:
             with contextlib.suppress(OSError):
@@ -137,7 +137,7 @@ class Ending:
     def _tell(self, step: int, error: BaseException) -> None:
         """Tells the others, which wait for what process 0 alone makes: a directory and its name."""
         if jax.process_count() > 1 and not jax.process_index():
-            if (keeper := self._run.keeper) is not None:
+            if (keeper := self._lines.keeper) is not None:
                 keeper.tell_others(step, error)
             self._together.fail(error)
 
@@ -146,7 +146,7 @@ class Ending:
         if _COMMITTED not in key:
             self._barrier(key=key, timeout_ms=timeout_ms)
             return
-        keeper = self._run.keeper
+        keeper = self._lines.keeper
         told = self._together.commit(timeout_ms / 1000, keeper.committed if keeper else dict)
         if keeper is not None and jax.process_index():
             keeper.learn(told)

@@ -16,10 +16,10 @@ from adacheck_jax.adapter.away.deciding import Flight
 from adacheck_jax.adapter.away.ending import Ending
 from adacheck_jax.adapter.away.opening import Opener
 from adacheck_jax.adapter.away.promised import PromisedSteps
-from adacheck_jax.adapter.share_future import MOMENT_S
-from adacheck_jax.adapter.training_run import absolute
+from adacheck_jax.adapter.saving.share_future import MOMENT_S
 from adacheck_jax.errors import AdaCheckError
 from adacheck_jax.save.one_save import is_refusal
+from adacheck_jax.store.storage.location import located
 
 
 class SaveInFlight:
@@ -78,7 +78,7 @@ class SaveInFlight:
                 raise
             promised.outage.refuse(error)
             promised.outage.return_to_loop()
-            if (keeper := promised.run.keeper) is None or not keeper.fail(step, error):
+            if (keeper := promised.lines.keeper) is None or not keeper.fail(step, error):
                 return False
             promised.add(step)
             return True
@@ -91,18 +91,18 @@ class SaveInFlight:
 
     def open(self, step: int, own: SaveArgs) -> bool:
         """Takes what is saved out of a state; of a delta the manager's thread does the rest."""
-        run, manager = self._promised.run, self._manager
+        saves, manager = self._promised.saves, self._manager
         final = manager._get_save_directory(step, manager.directory) / DEFAULT_ITEM_NAME
-        prepared = run.prepare(absolute(final), own)
+        prepared = saves.prepare(located(str(final)), own)
 
         def save() -> bool:
             return ocp.CheckpointManager.save(manager, step, args=SaveArgs(prepared), force=True)
 
         def save_behind() -> bool:
-            run.left.wait(MOMENT_S)
+            saves.left.wait(MOMENT_S)
             return save()
 
-        run.left.clear()
+        saves.left.clear()
         if prepared.begun.save.is_base:
             return save()
         self._opener.begin(save_behind)
@@ -145,7 +145,7 @@ class SaveInFlight:
         if flying is not None:
             if why:
                 self._fail(*flying, AdaCheckError(f"process 0: {why}"))
-            report = self._promised.run.last_save
+            report = self._promised.saves.last
             self._promised.outage.end(report.durable_s if report is not None else None)
             if not self._promised.kept.steps:
                 self._promised.last = -1

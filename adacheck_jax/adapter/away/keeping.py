@@ -97,7 +97,7 @@ class Keeping:
         try:
             action, told = self._decided(step, check, is_ours=is_ours)
         except BaseException:
-            self._run.note_gap()
+            self._run.lines.note_gap()
             raise
         begin = save
         if own is not None and flight.may_open(step):
@@ -167,7 +167,7 @@ class Keeping:
 
     def _write(self, told: Report) -> None:
         """Writes again what was refused, or else what is recorded up to a step, as that step."""
-        number, keeper, manager = told["number"], self._run.keeper, self._manager
+        number, keeper, manager = told["number"], self._run.lines.keeper, self._manager
         if told["is_there"] and keeper is not None:  # an error came after all was done
             keeper.end(number)
             manager.reload()

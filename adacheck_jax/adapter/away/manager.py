@@ -55,12 +55,12 @@ class AdaCheckManager(ocp.CheckpointManager):
         self._item = next((name for name, each in named if each is handler), None)
         is_alone = jax.process_count() == 1
         goes_on = handlers is handler and (is_alone or options.enable_async_checkpointing)
-        run.keeps_refused = goes_on
+        run.lines.keeps_refused = goes_on
         self._together = together = Lockstep(root)
-        run.calls = together.calls
+        run.lines.calls = together.calls
         together.introduce(run.described)
         self._opener, self._is_closed = Opener(self), False
-        self._ending = Ending(self, run, together, keeps_refused=goes_on)
+        self._ending = Ending(self, run.lines, together, keeps_refused=goes_on)
         parts = run, together, self._opener, self._ending
         self._keeping = Keeping(self, *parts) if goes_on else None
         if goes_on and not is_alone:
@@ -96,10 +96,10 @@ class AdaCheckManager(ocp.CheckpointManager):
             raise AdaCheckError(
                 f"{self.directory}: the manager is closed: step {step} is not saved."
             )
-        beside, run = (items, save_kwargs, metrics, custom_metadata), self.handler.run
+        beside, saves = (items, save_kwargs, metrics, custom_metadata), self.handler.run.saves
 
         def save(force: bool | None = True) -> bool:
-            run.left.clear()
+            saves.left.clear()
             return super(AdaCheckManager, self).save(
                 *(step, items, save_kwargs, metrics, force, args, custom_metadata)
             )
@@ -120,7 +120,7 @@ class AdaCheckManager(ocp.CheckpointManager):
                 check()
             return save(is_called or force)
         finally:
-            run.left.set()
+            saves.left.set()
 
     def restore_newest(self, abstract_state: PyTree) -> tuple[int, PyTree] | None:
         """The newest state that can be had: from memory, here or of other processes, or storage.

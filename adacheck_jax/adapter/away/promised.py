@@ -25,7 +25,8 @@ class PromisedSteps:
     Which ones they are all processes know alike: each step is kept by all of them or by none.
 
     Attributes:
-        run: the training run.
+        lines: lines of steps of the training run.
+        saves: its saves.
         together: its processes.
         outage: the time in which storage is away, if it is.
         last: number of the last one; -1 without any.
@@ -33,7 +34,8 @@ class PromisedSteps:
     """
 
     def __init__(self, run: TrainingRun, together: Lockstep) -> None:
-        self.run, self.together, self.outage = run, together, Outage()
+        self.lines, self.saves = run.lines, run.saves
+        self.together, self.outage = together, Outage()
         self.last, self.has_gap, self._room_bytes = -1, False, 0
 
     @property
@@ -44,7 +46,7 @@ class PromisedSteps:
     @property
     def kept(self) -> KeptSteps:
         """Steps in memory that are not on the disk."""
-        keeper = self.run.keeper
+        keeper = self.lines.keeper
         return KeptSteps(None, (), (), 1, None) if keeper is None else keeper.steps()
 
     def add(self, step: int) -> None:
@@ -58,7 +60,7 @@ class PromisedSteps:
 
     def replace(self, step: int) -> None:
         """Lets go of a step that its caller saves again."""
-        if step <= self.last and (keeper := self.run.keeper) is not None:
+        if step <= self.last and (keeper := self.lines.keeper) is not None:
             keeper.replace(step)
 
     def record(self, args: SaveArgs, step: int) -> bool:
@@ -68,7 +70,7 @@ class PromisedSteps:
             return False
         is_recorded, wrong = False, None
         try:
-            is_recorded = self.run.record_step(args.state, step, away_bytes=self._room_bytes)
+            is_recorded = self.saves.record_step(args.state, step, away_bytes=self._room_bytes)
         except Exception as error:
             wrong = error
         own = {"is_kept": is_recorded, "room_bytes": self.kept.most_bytes}
@@ -80,7 +82,7 @@ class PromisedSteps:
             self.has_gap = jax.process_count() > 1
             raise
         finally:
-            if is_recorded and not told["is_kept"] and (keeper := self.run.keeper) is not None:
+            if is_recorded and not told["is_kept"] and (keeper := self.lines.keeper) is not None:
                 keeper.take_back()
         if told["is_kept"]:
             self.add(step)
@@ -88,7 +90,7 @@ class PromisedSteps:
 
     def keep(self, step: int, error: Exception, *, is_ours: bool) -> None:
         """Keeps a save that failed; or raises its error, with the steps that are lost with it."""
-        keeper = self.run.keeper
+        keeper = self.lines.keeper
         try:
             is_kept = keeper is not None and keeper.fail(step, error) and is_ours
         except AdaCheckError as wrong:
@@ -117,7 +119,7 @@ class PromisedSteps:
 
         Its number, and if it is there already; None if storage does not tell.
         """
-        kept, keeper, is_there = self.kept, self.run.keeper, None
+        kept, keeper, is_there = self.kept, self.lines.keeper, None
         try:
             is_there = keeper is not None and keeper.is_there()
         except OSError as error:
@@ -146,7 +148,7 @@ class PromisedSteps:
     def cut_to_common(self) -> None:
         """Lets go of the steps that not all processes have: their calls differed."""
         self.together.begin_anew()
-        kept, keeper = self.kept.steps, self.run.keeper
+        kept, keeper = self.kept.steps, self.lines.keeper
         told = self.together.agreed({"steps": [*kept]}, _in_all)
         if keeper is not None and (count := len(kept) - told["count"]):
             keeper.take_back(count, "the processes did not call alike")
