@@ -14,6 +14,7 @@ import orbax.checkpoint as ocp
 import pytest
 
 import adacheck_jax as adacheck
+from adacheck_jax.adapter.away import outage
 from tests import support
 
 _LAST = """
@@ -37,6 +38,12 @@ for step in range(4):
     state = train_step(state)
     assert manager.save(step, args=adacheck.SaveArgs(state))
 """
+
+
+@pytest.fixture(autouse=True)
+def patient(monkeypatch: Any) -> None:
+    """A save of a busy machine is waited for, and the next step not kept in memory."""
+    monkeypatch.setattr(outage, "PATIENCE_S", 600.0)
 
 
 class Opened:

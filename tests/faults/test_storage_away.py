@@ -551,9 +551,9 @@ def test_nothing_of_a_step_that_has_its_name_stays_in_memory(tmp_path):
         for _ in range(3):
             loop.step()
             manager.wait_until_finished()
-            saver = manager.handler.run.saver
-            assert saver is not None
-            saved = saver._planner.parents.saved
+            only = manager.handler.run.lines.only
+            assert only is not None
+            saved = only[1]._planner.parents.saved
             assert saved is not None
             assert saved.save is not None
             assert saved.save.base is None
