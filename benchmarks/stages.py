@@ -29,7 +29,8 @@ import jax
 import orbax.checkpoint as ocp
 
 import adacheck_jax as adacheck
-from adacheck_jax.adapter import handler, restoring
+from adacheck_jax.adapter import handler
+from adacheck_jax.adapter.restoring import finding, restorer
 from adacheck_jax.adapter.stock import base_checkpoint, descriptions
 from adacheck_jax.device import transfer
 from adacheck_jax.restore import check, compiled_update
@@ -66,10 +67,10 @@ SAVE = [
 ]
 RESTORE = [
     ("restore, without Orbax's manager", handler.AdaCheckHandler, "restore"),
-    ("  find and check the lineage", restoring, "resolve"),
+    ("  find and check the lineage", finding, "resolve"),
     ("  check what describes the base", descriptions, "damaged_descriptions"),
     ("  read what describes the base", base_checkpoint.StockCheckpoints, "described"),
-    ("  hold the wishes against it", restoring, "Target"),
+    ("  hold the wishes against it", restorer, "Target"),
     ("  read the base", base_checkpoint.StockCheckpoints, "read"),
     ("  replay", replaying, "replay_onto"),
     ("    wait for the program", compiled_update.CompiledUpdates, "get"),

@@ -24,7 +24,7 @@ from jax._src import lru_cache
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
 import adacheck_jax as adacheck
-from adacheck_jax.adapter.restoring import StepRestorer
+from adacheck_jax.adapter.restoring.restorer import StepRestorer
 from adacheck_jax.adapter.stock.base_checkpoint import StockCheckpoints
 from adacheck_jax.format import planes as codecs
 from adacheck_jax.format.manifest import BaseManifest, Delta, DeltaManifest
@@ -428,7 +428,7 @@ def tell_of_checks(monkeypatch: Any, checks: dict[int, str]) -> None:
 
 def finish_in_background(handler):
     """Waits until nothing prepares the save that follows a restored step."""
-    for saver in handler._run._savers.values():
+    for saver in handler._run.lines._savers.values():
         saver._stager.finish()
     for thread in threading.enumerate():
         if thread.name == "adacheck_compile":

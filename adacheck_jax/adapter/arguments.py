@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import KW_ONLY, InitVar, dataclass, field
 from typing import Any, Final, Literal
 
+import jax
 import orbax.checkpoint as ocp
+from jax.experimental.layout import Format
 
-from adacheck_jax.adapter.stock_arguments import StockRestoreArgs, StockSaveArgs
+from adacheck_jax.adapter.stock_arguments import merged, one_of
+from adacheck_jax.device.trees import PyTree
 from adacheck_jax.layout.rules import Rule
 
 HANDLER_NAME = "adacheck_jax.handler.AdaCheckHandler"
@@ -16,22 +19,36 @@ HANDLER_NAME = "adacheck_jax.handler.AdaCheckHandler"
 
 
 @dataclass
-class SaveArgs(StockSaveArgs):
+class SaveArgs(ocp.args.CheckpointArgs):
     """Arguments of a save.
 
     Attributes:
         state: the whole train state, optimizer state included.
         step: step number; None takes it from the step directory's name.
+        save_args: tree of ``ocp.SaveArgs`` (or None) like the state. A cast of a leaf that the
+            update consumes or computes makes the save a base.
         custom_metadata: JSON that ``metadata()`` returns.
+        ocdbt_target_data_file_size: size in bytes at which a data file of a base is full; 0 for no
+            limit, None for 2 GiB. A chunk is not cut. A delta's files are full at 64 MiB.
+        item: another name for ``state``.
 
-    For code written for stock Orbax there are ``save_args``, ``ocdbt_target_data_file_size`` and
-    ``item`` too, as for ``StandardSave`` and ``PyTreeSave``.
+    ``save_args``, ``ocdbt_target_data_file_size`` and ``item`` are for code written for stock
+    Orbax, as for ``StandardSave`` and ``PyTreeSave``.
 
     Raises:
         ValueError: both ``state`` and ``item`` are given.
     """
 
+    state: PyTree | None = None
     step: int | None = None
+    _: KW_ONLY
+    save_args: PyTree | None = None
+    custom_metadata: Any = None
+    ocdbt_target_data_file_size: int | None = None
+    item: InitVar[PyTree | None] = None
+
+    def __post_init__(self, item: PyTree | None) -> None:
+        self.state = one_of("state", self.state, item)
 
 
 KEPT: Final = object()
@@ -39,7 +56,7 @@ KEPT: Final = object()
 
 
 @dataclass
-class RestoreArgs(StockRestoreArgs):
+class RestoreArgs(ocp.args.CheckpointArgs):
     """Arguments of a restore.
 
     Attributes:
@@ -75,8 +92,17 @@ class RestoreArgs(StockRestoreArgs):
             vocabulary. They are applied to the params and to all that the optimizer keeps for
             them, after every leaf was verified. The next save is then a base.
 
-    For code written for stock Orbax there are ``item``, ``restore_args``, ``transforms={}``,
-    ``strict``, ``support_layout`` and ``fallback_sharding`` too, as for ``StandardRestore`` and
+        strict: False truncates or pads leaves whose shape differs.
+        support_layout: True restores with the layouts in the abstract state.
+        fallback_sharding: sharding of each leaf that is given none and whose saved sharding needs
+            devices that do not exist here.
+        item: another name for ``abstract_state``.
+        restore_args: tree of ``ocp.RestoreArgs`` (or None) like the abstract state. What they say
+            of a leaf (its sharding, data type, shape, or to be a host array) comes before what the
+            abstract state says. ``SingleReplicaArrayRestoreArgs`` ask for ``read_once``.
+        transforms: ``{}`` asks for ``partial_restore``. Others are refused: use ``rules``.
+
+    Those from ``strict`` on are for code written for stock Orbax, as for ``StandardRestore`` and
     ``PyTreeRestore``.
 
     Raises:
@@ -84,10 +110,38 @@ class RestoreArgs(StockRestoreArgs):
             like them, or there are ``transforms``.
     """
 
+    abstract_state: PyTree | None = None
     step: int | None = None
     skip_damaged: bool = False
     require_exact: bool = False
     rules: Sequence[Rule] | None = None
+    _: KW_ONLY
+    partial_restore: bool = False
+    read_once: bool | None = None
+    strict: bool = True
+    support_layout: bool = False
+    fallback_sharding: jax.sharding.Sharding | None = None
+    item: InitVar[PyTree | None] = None
+    restore_args: InitVar[PyTree | None] = None
+    transforms: InitVar[PyTree | None] = None
+
+    def __post_init__(
+        self, item: PyTree | None, restore_args: PyTree | None, transforms: PyTree | None
+    ) -> None:
+        self.abstract_state = one_of("abstract_state", self.abstract_state, item)
+        if transforms:
+            raise ValueError(
+                f"transforms: expected {{}} or None, found {transforms!r}. Nothing was restored; "
+                "use rules=, with rules of adacheck_jax.layout."
+            )
+        self.partial_restore |= transforms is not None
+        if restore_args is None:
+            return
+        self.abstract_state, args = merged(self.abstract_state, restore_args)
+        self.support_layout |= any(isinstance(getattr(a, "sharding", None), Format) for a in args)
+        single = ocp.type_handlers.SingleReplicaArrayRestoreArgs
+        if self.read_once is None and any(isinstance(arg, single) for arg in args):
+            self.read_once = True
 
 
 def expect_args(args: Any, wanted: type[SaveArgs] | type[RestoreArgs], item: str | None) -> None:

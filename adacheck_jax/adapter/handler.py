@@ -23,12 +23,9 @@ from adacheck_jax.adapter.arguments import (
     SaveArgs,
 )
 from adacheck_jax.adapter.reports import OnSave, SaveReport
-from adacheck_jax.adapter.training_run import (
-    Begun,
-    TrainingRun,
-    absolute,
-    described_lineage,
-)
+from adacheck_jax.adapter.restoring.finding import described_lineage
+from adacheck_jax.adapter.saving.saves import Begun
+from adacheck_jax.adapter.training_run import TrainingRun
 from adacheck_jax.device import replicas
 from adacheck_jax.device.trees import PyTree
 from adacheck_jax.errors import AdaCheckError, storage_named
@@ -38,7 +35,7 @@ from adacheck_jax.schedule.line import MaxDeltas
 from adacheck_jax.store.retention import KeepLineage
 from adacheck_jax.store.steps import deletion, marks, roots
 from adacheck_jax.store.steps.roots import Line
-from adacheck_jax.store.storage.location import AnyPath
+from adacheck_jax.store.storage.location import AnyPath, located
 from adacheck_jax.store.zarr import Compression
 from adacheck_jax.update.binding import RecorderArgument
 
@@ -166,7 +163,7 @@ class AdaCheckHandler(ocp.AsyncCheckpointHandler):
     @property
     def last_save(self) -> SaveReport | None:
         """Report of the last save that was committed; None before it, and in other processes."""
-        return self._run.last_save
+        return self._run.saves.last
 
     async def async_save(self, directory: epath.Path, args: SaveArgs) -> list[ocp.Future]:
         """Start a save: decide between base and delta, stage the state, and begin to write.
@@ -187,11 +184,15 @@ class AdaCheckHandler(ocp.AsyncCheckpointHandler):
             ValueError: ``args.step``, or the number in the directory's name, is not a step number.
         """
         with directories.made_even_if_refused(directory):
-            return await self._run.write(absolute(directory), *self._begin(directory, args))
+            return await self._run.saves.write(
+                located(str(directory)), *self._begin(directory, args)
+            )
 
     def _begin(self, directory: epath.Path, args: SaveArgs) -> tuple[Begun, SaveArgs]:
-        path = absolute(directory)
-        begun, stored = self._run.begin(path, lambda: directories.place_while_saved(path), args)
+        path = located(str(directory))
+        begun, stored = self._run.saves.begin(
+            path, lambda: directories.place_while_saved(path), args
+        )
         with self._lock:
             # Several saves may be under way: items of one step, or several managers. A save that
             # this process never commits (it failed, or another process commits) is dropped when
@@ -232,7 +233,7 @@ class AdaCheckHandler(ocp.AsyncCheckpointHandler):
                 other update counters, or the handler saves several lines of steps.
             AdaCheckError: steps recorded before are lost; told once, and recording goes on.
         """
-        return self._run.record_step(state, step)
+        return self._run.saves.record_step(state, step)
 
     def recover(
         self, root: AnyPath | str, abstract_state: PyTree, *, item: str | None = None
@@ -276,7 +277,7 @@ class AdaCheckHandler(ocp.AsyncCheckpointHandler):
     def save(self, directory: epath.Path, args: SaveArgs) -> None:
         """Save synchronously, also inside a running event loop; see :meth:`async_save`."""
         with directories.made_even_if_refused(directory), ThreadPoolExecutor(1) as thread:
-            writing = self._run.write(absolute(directory), *self._begin(directory, args))
+            writing = self._run.saves.write(located(str(directory)), *self._begin(directory, args))
             futures = thread.submit(asyncio.run, writing).result()
         for future in futures:
             future.result()
@@ -290,7 +291,7 @@ class AdaCheckHandler(ocp.AsyncCheckpointHandler):
         Raises:
             AdaCheckError: this handler began no save into that directory.
         """
-        path = absolute(directory)
+        path = located(str(directory))
         with self._lock:
             begun = self._begun.pop(roots.committed_path(path), None)
         if begun is None:
@@ -298,7 +299,7 @@ class AdaCheckHandler(ocp.AsyncCheckpointHandler):
                 f"{directory}: expected to commit a save that this handler began, found none. "
                 "Call finalize once, on the handler that saved; nothing was committed."
             )
-        self._run.commit(path, begun)
+        self._run.saves.commit(path, begun)
         if roots.is_written_in_place(path) and begun.line not in self._marked:
             with storage_named(begun.final):
                 if not marks.finalize(path):
@@ -325,7 +326,7 @@ class AdaCheckHandler(ocp.AsyncCheckpointHandler):
             IntegrityError: stored bits are damaged, or restored bits differ from the saved ones.
             FormatError: a file is missing or cannot be read.
         """
-        return self._run.restore(absolute(directory), args or RestoreArgs())
+        return self._run.restore(located(str(directory)), args or RestoreArgs())
 
     def metadata(self, directory: epath.Path) -> Any:
         """Orbax's tree metadata of a base or delta step, or of one that stock Orbax saved.
@@ -336,7 +337,7 @@ class AdaCheckHandler(ocp.AsyncCheckpointHandler):
             IntegrityError: a file that describes the base is damaged.
             FormatError: a manifest is missing or cannot be read.
         """
-        path = absolute(directory)
+        path = located(str(directory))
         with deletion.told(path):
             if roots.is_stock(path):
                 return self._run.stock.metadata(path)

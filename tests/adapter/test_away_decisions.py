@@ -10,9 +10,9 @@ from hypothesis import strategies as st
 
 from adacheck_jax.adapter import directories
 from adacheck_jax.adapter.away.deciding import Action, Flight, StorageFacts, decide
-from adacheck_jax.adapter.away.keeping import _by_all
 from adacheck_jax.adapter.away.looking import Look
 from adacheck_jax.adapter.away.outage import Outage
+from adacheck_jax.adapter.away.promised import by_all
 from adacheck_jax.store.storage.location import at
 
 FACTS = st.builds(
@@ -92,5 +92,5 @@ def test_a_disk_that_is_read_only_does_not_answer(tmp_path, monkeypatch):
 
 def test_a_step_is_kept_if_all_keep_it_in_the_room_that_all_have():
     reports = [{"is_kept": True, "room_bytes": 7}, {"is_kept": False, "room_bytes": 5}]
-    assert _by_all(reports) == {"is_kept": False, "room_bytes": 5}
-    assert _by_all(reports[:1]) == reports[0]
+    assert by_all(reports) == {"is_kept": False, "room_bytes": 5}
+    assert by_all(reports[:1]) == reports[0]

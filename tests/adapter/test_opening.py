@@ -14,6 +14,7 @@ import orbax.checkpoint as ocp
 import pytest
 
 import adacheck_jax as adacheck
+from adacheck_jax.adapter.away import outage
 from tests import support
 
 _LAST = """
@@ -37,6 +38,12 @@ for step in range(4):
     state = train_step(state)
     assert manager.save(step, args=adacheck.SaveArgs(state))
 """
+
+
+@pytest.fixture(autouse=True)
+def patient(monkeypatch: Any) -> None:
+    """A save of a busy machine is waited for, and the next step not kept in memory."""
+    monkeypatch.setattr(outage, "PATIENCE_S", 600.0)
 
 
 class Opened:
@@ -138,7 +145,7 @@ def test_a_save_that_storage_refused_to_begin_is_made_again(opened):
         opened.save()
         opened.error = OSError(5, "Input/output error")
         saved = opened.save()
-        manager._await_opening()
+        manager._opener.wait()
         opened.error = None
         manager.wait_until_finished()
         assert manager.all_steps() == [1, 2]
@@ -172,13 +179,13 @@ def test_a_refused_save_whose_wait_is_interrupted_is_written_again(opened, monke
         opened.save()
         opened.error = OSError(5, "Input/output error")
         saved = opened.save()
-        manager._await_opening()
+        manager._opener.wait()
         with monkeypatch.context() as patch:
 
             def interrupted(_longest_s: float | None = None) -> None:
                 raise KeyboardInterrupt
 
-            patch.setattr(manager, "_await_end", interrupted)
+            patch.setattr(manager._ending, "wait", interrupted)
             with pytest.raises(KeyboardInterrupt):
                 manager.wait_until_finished()
         opened.error = None

@@ -189,7 +189,7 @@ def digest(state: Any) -> str:
 
 def spoil(manager: Any) -> None:
     """Flips a bit of a copy in this host's memory, as a bad module would."""
-    shadow = manager.handler.run.saver._shadow
+    shadow = manager.handler.run.lines.only[1]._shadow
 
     def flip() -> None:
         copy = shadow._state

@@ -33,9 +33,9 @@ from unittest import mock
 
 import orbax.checkpoint as ocp
 
-from adacheck_jax.adapter.away.keeping import AdaCheckManager
-from adacheck_jax.adapter.away.opening import OpeningManager
-from adacheck_jax.adapter.training_run import TrainingRun
+from adacheck_jax.adapter.away.manager import AdaCheckManager
+from adacheck_jax.adapter.away.opening import Opener
+from adacheck_jax.adapter.saving.saves import Saves
 from adacheck_jax.memory.shadow_state import ShadowState
 from adacheck_jax.save import commit, share
 from adacheck_jax.save.background_bases import BackgroundBases
@@ -53,8 +53,8 @@ POINTS: tuple[tuple[Any, str], ...] = (
     *((Stager, name) for name in ("stage", "prepare_next", "export")),
     *((Saver, name) for name in ("begin", "defer", "returns")),
     *((Resumer, name) for name in ("follow", "forget")),
-    *((HostCopies, "wait"), (TrainingRun, "write"), (TrainingRun, "commit")),
-    *((AdaCheckManager, "save"), (OpeningManager, "_open"), (OpeningManager, "_await_opening")),
+    *((HostCopies, "wait"), (Saves, "write"), (Saves, "commit")),
+    *((AdaCheckManager, "save"), (Opener, "begin"), (Opener, "wait")),
     *((Pending, name) for name in ("begin", "packed", "release", "_reached")),
     *(
         (Pending, name)

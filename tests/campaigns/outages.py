@@ -143,7 +143,7 @@ class Trial:
         except Exception as error:
             self.errors.append(f"step {run.step}: {type(error).__name__}: {error}"[:400])
         self.calls_s.append(time.monotonic() - call_s)
-        kept = manager._kept()
+        kept = manager._keeping.promised.kept
         if kept.taken_bytes > self.kept_bytes:
             self.kept_bytes, self.most_bytes = kept.taken_bytes, kept.most_bytes
         time.sleep(max(begin_s + self.pace_s - time.monotonic(), 0))
@@ -180,7 +180,7 @@ def trained(
         while thread.is_alive():
             trial.step(manager)
         until_s = time.monotonic() + 120
-        while manager._kept().steps and time.monotonic() < until_s:
+        while manager._keeping.promised.kept.steps and time.monotonic() < until_s:
             trial.step(manager)
         for _ in range(3):
             trial.step(manager)

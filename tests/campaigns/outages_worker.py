@@ -73,7 +73,7 @@ with manager:
     for _ in range(int((given["delay_s"] + given["seconds"] + 5) / given["pace_s"])):
         trial.step(manager)
     for _ in range(600):
-        if manager._promised < 0:  # as in all processes
+        if manager._keeping.promised.last < 0:  # as in all processes
             break
         trial.step(manager)
     for _ in range(3):

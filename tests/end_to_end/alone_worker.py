@@ -22,7 +22,7 @@ import optax
 import orbax.checkpoint as ocp
 
 import adacheck_jax as adacheck
-from adacheck_jax.adapter import restoring
+from adacheck_jax.adapter.restoring import outcome
 from adacheck_jax.adapter.stock import descriptions
 from adacheck_jax.errors import IntegrityError
 from adacheck_jax.restore import base_reader
@@ -92,7 +92,7 @@ RESTORES = {
     "delta": (DeltaReader, "read_many", damaged, 1),
     "collective": (DeltaReader, "read_many", damaged, 1),
     "once": (descriptions, "damaged_descriptions", damaged),
-    "bits": (restoring, "_info", damaged),
+    "bits": (outcome, "info_of", damaged),
     "followed": (Resumer, "follow", MemoryError("too little here")),
     "skipped": (DeltaReader, "read_many", damaged, 1),
 }

@@ -175,7 +175,7 @@ with support.manager_of(own.root, handler, **options) as manager:
             manager.save(run.count, args=adacheck.SaveArgs(run.state))
             if mode.startswith("bases"):
                 manager.wait_until_finished()
-                (saver,) = handler._run._savers.values()
+                (saver,) = handler._run.lines._savers.values()
                 pending = saver._bases._pending
                 if pending is not None and pending.written is not None:
                     pending.written.exception()

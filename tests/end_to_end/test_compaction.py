@@ -19,7 +19,7 @@ from orbax.checkpoint.checkpoint_managers import LatestN
 from typer.testing import CliRunner
 
 import adacheck_jax as adacheck
-from adacheck_jax.adapter.restoring import StepRestorer
+from adacheck_jax.adapter.restoring.restorer import StepRestorer
 from adacheck_jax.cli.main import app
 from adacheck_jax.errors import (
     FormatError,

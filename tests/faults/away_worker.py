@@ -82,7 +82,7 @@ def try_to_save(state: Any) -> None:
 
 
 def kept() -> list[int]:
-    return [*manager._kept().steps]
+    return [*manager._keeping.promised.kept.steps]
 
 
 def until_ended() -> None:

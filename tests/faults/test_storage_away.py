@@ -84,7 +84,7 @@ class Clock:
 
     def __init__(self, manager: Any) -> None:
         self.s = 0.0
-        manager._outage._clock = self
+        manager._keeping.promised.outage._clock = self
 
     def __call__(self) -> float:
         return self.s
@@ -120,11 +120,11 @@ class Loop:
 
     @property
     def kept(self) -> list[int]:
-        return [*self.manager._kept().steps]
+        return [*self.manager._keeping.promised.kept.steps]
 
     def until_failed(self) -> None:
         """Waits until Orbax has given up the save in flight."""
-        self.manager._await_opening()
+        self.manager._opener.wait()
         if (thread := self.manager._finalize_thread.get()) is not None:
             threading.Thread.join(thread, 60)
 
@@ -220,11 +220,11 @@ def test_a_save_that_waits_for_its_check_does_not_blame_storage(tmp_path, monkey
         manager.wait_until_finished()
         loop.step()
         assert waits.wait(60)
-        found = manager._kept()
+        found = manager._keeping.promised.kept
         assert found.is_computing
         go_on.set()
         manager.wait_until_finished()
-        assert not manager._kept().is_computing
+        assert not manager._keeping.promised.kept.is_computing
     away = outage.Outage(lambda: next(clock))
     away.begin()
     away.hang()
@@ -357,12 +357,12 @@ def test_where_memory_is_full_a_save_waits_or_raises(mode, tmp_path, monkeypatch
         loop.until_away(storage)
         loop.clock.s += 61
         loop.step()
-        own_bytes = manager._kept().taken_bytes
+        own_bytes = manager._keeping.promised.kept.taken_bytes
         monkeypatch.setattr(kept, "free_bytes", lambda: 0)
         monkeypatch.setattr(situation, "_LEAST_BYTES", 0)
-        most_bytes = manager._kept().most_bytes
+        most_bytes = manager._keeping.promised.kept.most_bytes
         loop.step(most_bytes // own_bytes - 1)
-        assert manager._kept().taken_bytes <= most_bytes
+        assert manager._keeping.promised.kept.taken_bytes <= most_bytes
         if mode == "hang":
             threading.Timer(0.2, storage.come_back).start()
             loop.step()
@@ -538,8 +538,8 @@ def test_a_look_that_hangs_does_not_stop_the_loop(tmp_path, monkeypatch):
         loop.step(5)
         assert (loop.kept, len(asked)) == ([3, 4, 5, 6, 7], 1)
         back.set()
-        assert manager._look is not None
-        manager._look._look.result(60)
+        assert manager._keeping._look is not None
+        manager._keeping._look._look.result(60)
         loop.step()
         manager.wait_until_finished()
     assert joined(loop.check()) == [[3, 4], [5, 6, 7, 8]]
@@ -551,9 +551,9 @@ def test_nothing_of_a_step_that_has_its_name_stays_in_memory(tmp_path):
         for _ in range(3):
             loop.step()
             manager.wait_until_finished()
-            saver = manager.handler.run.saver
-            assert saver is not None
-            saved = saver._planner.line.saved
+            only = manager.handler.run.lines.only
+            assert only is not None
+            saved = only[1]._planner.line.saved
             assert saved is not None
             assert saved.save is not None
             assert saved.save.base is None

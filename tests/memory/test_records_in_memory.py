@@ -89,7 +89,7 @@ def test_recorded_steps_are_recovered_also_onto_another_mesh(root, memory):
             assert handler.record_step(run.state, run.count)
         expected = host_copy(run.state)
         wait_for_shadow(handler)
-        handler.run.saver._shadow.close()
+        handler.run.lines.only[1]._shadow.close()
         for mesh in (mesh_of((2, 2)), mesh_of((1, 1))):
             other = handler_of(run.recorder, memory, records=True)
             wanted = support.abstract(run.state, mesh)

@@ -106,7 +106,7 @@ def recovered_run(run: support.Run, root: Path, memory: Path) -> tuple[int, Any]
 
 
 def wait_for_shadow(handler: adacheck.AdaCheckHandler) -> None:
-    (saver,) = handler._run._savers.values()
+    (saver,) = handler._run.lines._savers.values()
     saver._stager.finish()  # the line's worker, which gives the shadow its steps
     saver._shadow._thread.submit(int).result()
 
@@ -690,7 +690,7 @@ def test_one_call_restores_from_memory_or_else_from_storage(root, memory, items,
         assert own.handler.record_step(run.state, 3)
         wait_for_shadow(own.handler)
         expected = host_copy(run.state)
-        own.handler.run.saver._planner.line.give_up(0, "they are to be in memory alone")
+        own.handler.run.lines.only[1]._planner.line.give_up(0, "they are to be in memory alone")
     with manager() as own:
         step, state = own.restore_newest(support.abstract(run.state))
         assert (step, own.latest_step()) == (3, 2)

@@ -44,7 +44,7 @@ def trained(root, run, handler, steps, *, settle=True):
 
 
 def _bases(handler):
-    (saver,) = handler._run._savers.values()
+    (saver,) = handler._run.lines._savers.values()
     return saver._bases
 
 

@@ -452,7 +452,7 @@ def test_a_step_that_cannot_be_looked_at_loses_nothing_in_silence(tmp_path, monk
             except adacheck.AdaCheckError as error:
                 told.append(str(error))
                 lost |= {*range(3, step + 1)}  # the later it is found, the more follow it
-            handler.run.saver._stager.finish()  # so that it is found before the next step
+            handler.run.lines.only[1]._stager.finish()  # so that it is found before the next step
         for step in (7, 8):
             states[step] = support.host_copy(run.advance())
             manager.save(step, args=adacheck.SaveArgs(run.state), force=True)

@@ -1,4 +1,5 @@
 """A manager whose training loop goes on while storage is away.
 
-Begin with :mod:`~adacheck_jax.adapter.away.keeping`.
+Begin with :mod:`~adacheck_jax.adapter.away.manager`, which is Orbax's with three parts: the thread
+on which saves begin, their end, and what is kept in memory.
 """

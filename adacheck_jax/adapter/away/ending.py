@@ -1,10 +1,10 @@
-"""A stock Orbax manager whose saves end in all processes where they fail in one.
+"""The end of a manager's saves, in all processes where it fails in one.
 
 Orbax makes and names a step's directory in process 0 alone. Where that fails the others would wait
 for it for minutes: for the directory, or in the barrier behind the commit.
 """
 
-# Threads: Orbax's ends a save (``_finalize``), and another one of its own meets (``_meet``).
+# Threads: Orbax's ends a save (``finalize``), and another one of its own meets (``_meet``).
 
 from __future__ import annotations
 
@@ -12,18 +12,13 @@ import contextlib
 import dataclasses
 import logging
 import threading
-from typing import Any
 
 import jax
 import orbax.checkpoint as ocp
-from etils import epath
 
-from adacheck_jax.adapter.away.opening import is_own_thread
-from adacheck_jax.adapter.away.outage import Outage
-from adacheck_jax.adapter.away.restores import RestoringManager
-from adacheck_jax.adapter.handler import AdaCheckHandler
+from adacheck_jax.adapter.away.lockstep import Lockstep
+from adacheck_jax.adapter.saving.lines import Lines
 from adacheck_jax.errors import StorageError, first_line
-from adacheck_jax.save.line.kept import Keeper
 from adacheck_jax.save.one_save import is_refusal
 
 _log = logging.getLogger(__name__)
@@ -34,91 +29,98 @@ _MADE = "directory_creation"
 """Part of the names of the signals that a directory is made."""
 
 
-class EndingManager(RestoringManager):
-    """A manager whose saves end alike in all processes."""
+class Ending:
+    """The end of each save of a manager, told alike in all processes.
 
-    def __init__(self, handler: AdaCheckHandler, root: epath.Path, **arguments: Any) -> None:
-        options, is_alone = arguments["options"], jax.process_count() == 1
-        is_only = arguments.get("item_handlers") is handler
-        goes_on = is_only and (is_alone or options.enable_async_checkpointing)
-        self._outage = Outage() if goes_on else None
-        handler.run.keeps_refused = goes_on
+    Args:
+        manager: the manager.
+        lines: lines of steps of its training run.
+        together: the processes that save with it.
+        keeps_refused: True if what storage refuses is written again.
+
+    Attributes:
+        keeps_refused: the same; False once the manager is closed.
+        is_stale: True if the manager's list of steps may not be what storage has.
+    """
+
+    def __init__(
+        self,
+        manager: ocp.CheckpointManager,
+        lines: Lines,
+        together: Lockstep,
+        *,
+        keeps_refused: bool,
+    ) -> None:
+        self._manager, self._lines, self._together = manager, lines, together
+        self.keeps_refused, self.is_stale = keeps_refused, False
         self._failure: BaseException | None = None
         self._past_thread: object = None
         self._has_ended = threading.Event()
-        self._is_stale = False
-        if goes_on and not is_alone:
-            known = options.async_options or ocp.AsyncOptions()
-            self._barrier = known.barrier_sync_fn or ocp.multihost.get_barrier_sync_fn()
-            known = dataclasses.replace(known, barrier_sync_fn=self._meet)
-            arguments["options"] = dataclasses.replace(options, async_options=known)
-        super().__init__(handler, root, **arguments)
 
-    @property
-    def _keeper(self) -> Keeper | None:
-        """The keeper of the steps in memory; None before the first, or if other managers save."""
-        with contextlib.suppress(ValueError):
-            if (saver := self.handler.run.saver) is not None:
-                return saver.kept
-        return None
+    def met(self, options: ocp.CheckpointManagerOptions) -> ocp.CheckpointManagerOptions:
+        """Options by which the processes meet here behind a commit."""
+        known = options.async_options or ocp.AsyncOptions()
+        self._barrier = known.barrier_sync_fn or ocp.multihost.get_barrier_sync_fn()
+        known = dataclasses.replace(known, barrier_sync_fn=self._meet)
+        return dataclasses.replace(options, async_options=known)
 
-    def reached_preemption(self, step: int) -> bool:
-        """As Orbax's, for the training loop alone.
-
-        JAX ends a run at the step after the last one that it was asked about. Threads that begin
-        and end a save ask too, for a metric, of a step that the loop may have left behind: no
-        process would ever come to the step after it.
-        """
-        return not is_own_thread() and super().reached_preemption(step)
-
-    def _begin_save(self) -> None:
+    def begin(self) -> None:
         """Notes that a save begins, and none is in flight."""
-        self._past_thread = self._finalize_thread.get()
+        self._past_thread = self._manager._finalize_thread.get()
         self._has_ended.clear()
 
-    def _await_end(self, longest_s: float | None = None) -> bool:
+    def wait(self, longest_s: float | None = None) -> bool:
         """Waits for the end of the save that was begun last; False if it goes on.
 
         Not by joining its thread: where Python 3.11 is interrupted in that, it takes the thread for
         one that has ended.
         """
-        thread = self._finalize_thread.get()
+        thread = self._manager._finalize_thread.get()
         if thread is not None and thread is not self._past_thread:
             if not self._has_ended.wait(longest_s):
                 return False
             threading.Thread.join(thread)  # without its error
         return True
 
-    def _finalize(self, step: int, steps_to_remove: list[int]) -> None:
+    @property
+    def error(self) -> BaseException | None:
+        """The error by which the last save has ended."""
+        thread = self._manager._finalize_thread.get()
+        return None if thread is None else thread.exception
+
+    def finalize(self, step: int, steps_to_remove: list[int]) -> None:
+        """Ends a save, in the place of Orbax's method of the same name."""
         try:
-            self._end_save(step, steps_to_remove)
+            self._finalize(step, steps_to_remove)
         finally:
             self._has_ended.set()
 
-    def _end_save(self, step: int, steps_to_remove: list[int]) -> None:
+    def _finalize(self, step: int, steps_to_remove: list[int]) -> None:
+        orbax, manager = ocp.CheckpointManager, self._manager
         self._together.forget()
-        was_stale, self._failure = self._is_stale, None
+        was_stale, self._failure = self.is_stale, None
         try:  # what Orbax asks before may raise, while this goes on
-            super()._wait_for_checkpointers()
+            orbax._wait_for_checkpointers(manager)
         except BaseException as error:
             self._failure = _refused(error)
             self._tell(step, self._failure)
             self._forget_errors()
         try:
-            super()._finalize(step, steps_to_remove)
+            orbax._finalize(manager, step, steps_to_remove)
         except Exception as error:
-            if self._outage is None or self._failure is not None or not is_refusal(error):
+            if not self.keeps_refused or self._failure is not None or not is_refusal(error):
                 raise
-            self._is_stale = True
-            _log.warning("%s: earlier steps could not be deleted: %s", self.directory, error)
-        if (keeper := self._keeper) is not None:
+            self.is_stale = True
+            _log.warning("%s: earlier steps could not be deleted: %s", manager.directory, error)
+        if (keeper := self._lines.keeper) is not None:
             keeper.end(step)
         if was_stale:
             with contextlib.suppress(OSError):
-                self.reload()
-                self._is_stale = False
+                manager.reload()
+                self.is_stale = False
 
-    def _wait_for_checkpointers(self) -> None:
+    def expect_written(self) -> None:
+        """Raises the error of what was waited for before Orbax's own part of the end began."""
         if self._failure is not None:
             raise self._failure
 
@@ -129,13 +131,13 @@ class EndingManager(RestoringManager):
         """
         while True:
             with contextlib.suppress(Exception):  # each is raised once
-                self._non_blocking_metadata_store.wait_until_finished()
+                self._manager._non_blocking_metadata_store.wait_until_finished()
                 return
 
     def _tell(self, step: int, error: BaseException) -> None:
         """Tells the others, which wait for what process 0 alone makes: a directory and its name."""
         if jax.process_count() > 1 and not jax.process_index():
-            if (keeper := self._keeper) is not None:
+            if (keeper := self._lines.keeper) is not None:
                 keeper.tell_others(step, error)
             self._together.fail(error)
 
@@ -144,7 +146,7 @@ class EndingManager(RestoringManager):
         if _COMMITTED not in key:
             self._barrier(key=key, timeout_ms=timeout_ms)
             return
-        keeper = self._keeper
+        keeper = self._lines.keeper
         told = self._together.commit(timeout_ms / 1000, keeper.committed if keeper else dict)
         if keeper is not None and jax.process_index():
             keeper.learn(told)

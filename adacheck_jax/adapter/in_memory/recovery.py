@@ -8,9 +8,9 @@ from typing import Any
 import jax
 import numpy as np
 
-from adacheck_jax.adapter import inputs, processes
+from adacheck_jax.adapter import inputs
 from adacheck_jax.adapter.arguments import Source
-from adacheck_jax.adapter.coordination.calls import Calls
+from adacheck_jax.adapter.processes import ServiceExchange
 from adacheck_jax.device.trees import PyTree
 from adacheck_jax.format.boxes import Blocks, Box, batches, cuts_of
 from adacheck_jax.memory.files import step_file
@@ -40,17 +40,15 @@ class RecoveringProcesses:
 
     Args:
         root: root of the steps.
-        calls: calls of this process, which it compares while it waits.
+        exchange: exchange with the other processes; None if there is none.
 
     Attributes:
         source: the memory from which this process gets what its devices need.
     """
 
-    def __init__(self, root: AnyPath, calls: Calls) -> None:
+    def __init__(self, root: AnyPath, exchange: ServiceExchange | None) -> None:
         self._root = root
-        exchange = processes.exchange(f"{root} in memory")
-        self._exchange = exchange and exchange.watching(calls)
-        self._count, self._last = 0, self._exchange
+        self._exchange, self._count, self._last = exchange, 0, exchange
         self.source: Source = "memory"
 
     def agree(self, own: Report, judge: Callable[[Sequence[Report]], Report]) -> Report:

@@ -191,15 +191,7 @@ class StockCheckpoints:
         found = _described(directory, stored, metadata_tree)
         read = {leaf.path: _empty(leaf, wanted[leaf.path]) for leaf in leaves if not leaf.nbytes}
         asked = {path: each for path, each in wanted.items() if path in found and each is not None}
-        arrays = [
-            base_reader.ReadRequest(
-                found[path].name,
-                stored[path].shape,
-                stored[path].itemsize_bytes,
-                None if each is np.ndarray or is_number(found[path]) else each,
-            )
-            for path, each in asked.items()
-        ]
+        arrays = [_request(stored[path], found[path], each) for path, each in asked.items()]
         with _damage_named(directory):
             found_arrays = base_reader.read(directory, arrays, read_once, agreed)
             for path, data in zip(asked, found_arrays, strict=True):
@@ -319,6 +311,11 @@ def _empty(leaf: Leaf, wanted: Any) -> Any:
         return None
     array = np.empty(leaf.shape, jnp.dtype(leaf.dtype))
     return array if wanted is np.ndarray else jax.device_put(array, wanted)
+
+
+def _request(leaf: Leaf, described: Any, wanted: Any) -> base_reader.ReadRequest:
+    place = None if wanted is np.ndarray or is_number(described) else wanted
+    return base_reader.ReadRequest(described.name, leaf.shape, leaf.itemsize_bytes, place)
 
 
 def _readable(wanted: Any) -> Any:

@@ -14,12 +14,9 @@ from orbax.checkpoint.future import Future
 
 from adacheck_jax.adapter import directories
 from adacheck_jax.adapter.arguments import HANDLER_NAME, RestoreArgs, SaveArgs
-from adacheck_jax.adapter.training_run import (
-    Begun,
-    TrainingRun,
-    absolute,
-    described_lineage,
-)
+from adacheck_jax.adapter.restoring.finding import described_lineage
+from adacheck_jax.adapter.saving.saves import Begun
+from adacheck_jax.adapter.training_run import TrainingRun
 from adacheck_jax.adapter.v1 import options
 from adacheck_jax.device.trees import PyTree
 from adacheck_jax.errors import storage_named
@@ -27,7 +24,7 @@ from adacheck_jax.save.attempt import Report
 from adacheck_jax.store.steps import deletion, roots
 from adacheck_jax.store.steps.marks import COMMIT_MARK, TREE_METADATA
 from adacheck_jax.store.steps.roots import is_stock
-from adacheck_jax.store.storage.location import AnyPath, at
+from adacheck_jax.store.storage.location import AnyPath, at, located
 
 _COMMIT = "commit"
 """Topic of the exchange about the commit."""
@@ -63,9 +60,11 @@ class StateHandler(ocp.handlers.CheckpointableHandler[PyTree, PyTree]):
         is_args = isinstance(checkpointable, SaveArgs)
         args = checkpointable if is_args else SaveArgs(checkpointable)
         with _directories_awaited_if_refused(directory.path):
-            path, args = absolute(directory.path), options.saving(args)
-            begun, stored = self.run.begin(path, lambda: roots.place_of(path, in_step=True), args)
-            futures = await self.run.write(path, begun, stored)
+            path, args = located(str(directory.path)), options.saving(args)
+            begun, stored = self.run.saves.begin(
+                path, lambda: roots.place_of(path, in_step=True), args
+            )
+            futures = await self.run.saves.write(path, begun, stored)
         return _Rest(self.run, directory, begun, futures)
 
     async def load(
@@ -80,7 +79,7 @@ class StateHandler(ocp.handlers.CheckpointableHandler[PyTree, PyTree]):
         """
         is_args = isinstance(abstract_checkpointable, RestoreArgs)
         args = abstract_checkpointable if is_args else RestoreArgs(abstract_checkpointable)
-        path = absolute(directory)
+        path = located(str(directory))
         if is_stock(path) and not is_args:
             loading = await ocp.handlers.PyTreeHandler().load(directory, abstract_checkpointable)
             self.run.note_stock(path)
@@ -91,7 +90,7 @@ class StateHandler(ocp.handlers.CheckpointableHandler[PyTree, PyTree]):
 
     async def metadata(self, directory: ocp.path.Path) -> PyTree:
         """Orbax's tree of abstract leaves of a step; see :meth:`AdaCheckHandler.metadata`."""
-        path = absolute(directory)
+        path = located(str(directory))
         with deletion.told(path):
             described = path if is_stock(path) else described_lineage(path).base_directory
         return await ocp.handlers.PyTreeHandler().metadata(epath.Path(str(described)))
@@ -136,7 +135,7 @@ class _Rest:
         return self._finish().__await__()
 
     async def _finish(self) -> None:
-        path = absolute(await self._directory.await_creation())
+        path = located(str(await self._directory.await_creation()))
         await asyncio.to_thread(self._commit_together, path)
 
     def _commit_together(self, path: AnyPath) -> None:
@@ -166,7 +165,7 @@ class _Rest:
             if roots.is_written_in_place(path):
                 # ``ocp.save`` marks the step alone, at the end; the Checkpointer its items too.
                 _write(path / COMMIT_MARK, b"")
-        self._run.commit(path, self._begun)
+        self._run.saves.commit(path, self._begun)
         return {}
 
 

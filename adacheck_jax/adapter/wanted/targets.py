@@ -13,7 +13,7 @@ import jax.numpy as jnp
 import numpy as np
 import orbax.checkpoint as ocp
 
-from adacheck_jax.adapter.stock_arguments import StockRestoreArgs
+from adacheck_jax.adapter.arguments import RestoreArgs
 from adacheck_jax.device import transfer, trees
 from adacheck_jax.device.trees import PyTree
 from adacheck_jax.errors import AdaCheckError, MismatchError
@@ -43,7 +43,7 @@ class Target:
 
     def __init__(
         self,
-        args: StockRestoreArgs,
+        args: RestoreArgs,
         base: BaseManifest,
         saved_tree: PyTree,
         where: AnyPath,

@@ -8,7 +8,8 @@ from dataclasses import dataclass
 import jax
 
 from adacheck_jax.adapter.arguments import RestoreArgs
-from adacheck_jax.adapter.restoring import Restored, StepRestorer
+from adacheck_jax.adapter.restoring.outcome import Restored
+from adacheck_jax.adapter.restoring.restorer import StepRestorer
 from adacheck_jax.adapter.stock.base_checkpoint import StockCheckpoints
 from adacheck_jax.errors import AdaCheckError
 from adacheck_jax.layout.rules import Rule

@@ -307,17 +307,17 @@ def test_a_refused_save_leaves_nothing_that_hinders_the_next_one(tmp_path):
 
 
 def test_after_a_failed_save_training_goes_on(tmp_path, monkeypatch):
-    from adacheck_jax.adapter.training_run import TrainingRun
+    from adacheck_jax.adapter.saving.saves import Saves
 
     run = dict_run(mesh_of((2, 2)))
-    commit = TrainingRun.commit
+    commit = Saves.commit
 
     def failing(self, directory, begun):
         if run.count == 2:
             raise OSError("no space")
         commit(self, directory, begun)
 
-    monkeypatch.setattr(TrainingRun, "commit", failing)
+    monkeypatch.setattr(Saves, "commit", failing)
     handler = adacheck.AdaCheckHandler(run.recorder)
     with adacheck.v1.context(handler), checkpointer_of(tmp_path) as checkpointer:
         saved = save_steps(checkpointer, run, 1)

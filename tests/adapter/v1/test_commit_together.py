@@ -40,7 +40,7 @@ class Ends:
             self.events.append(f"{processes.index} commits")
             self.commits.set()
 
-        run: Any = SimpleNamespace(commit=commit)
+        run: Any = SimpleNamespace(saves=SimpleNamespace(commit=commit))
         begun: Any = SimpleNamespace(
             exchange=processes.exchange(path), final=path, save=SimpleNamespace(is_base=True)
         )
@@ -92,7 +92,7 @@ def test_an_error_of_the_commit_is_raised_in_all(ends):
     def commit(*_: Any) -> None:
         raise OSError("disk full")
 
-    ends.ends[0]._run.commit = commit
+    ends.ends[0]._run.saves.commit = commit
     with ThreadPoolExecutor() as pool:
         ended = ends.run(pool)
         for each in ends.futures:

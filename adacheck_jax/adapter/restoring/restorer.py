@@ -6,19 +6,21 @@ import contextlib
 import dataclasses
 import logging
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from adacheck_jax.adapter.arguments import RestoreArgs, RestoreInfo
+from adacheck_jax.adapter.arguments import RestoreArgs
 from adacheck_jax.adapter.reports import RestoreTimes
+from adacheck_jax.adapter.restoring import finding, outcome
+from adacheck_jax.adapter.restoring.other_steps import OtherSteps
+from adacheck_jax.adapter.restoring.outcome import Restored
 from adacheck_jax.adapter.stock import descriptions
 from adacheck_jax.adapter.stock import restoring as stock_restoring
 from adacheck_jax.adapter.stock.base_checkpoint import StockCheckpoints
 from adacheck_jax.adapter.wanted.relayout import Relayout
 from adacheck_jax.adapter.wanted.targets import Target
 from adacheck_jax.device import jax_settings
-from adacheck_jax.device.trees import PyTree
 from adacheck_jax.errors import (
     AdaCheckError,
     FormatError,
@@ -34,41 +36,11 @@ from adacheck_jax.restore.agreed import ALONE, Agreed
 from adacheck_jax.restore.compiled_update import CompiledUpdates, abstract_leaf
 from adacheck_jax.schedule.stopwatch import Clock
 from adacheck_jax.store.steps import deletion, identity, lookup, roots
-from adacheck_jax.store.steps import lineage as lineages
 from adacheck_jax.store.steps.lineage import Lineage
 from adacheck_jax.store.storage.location import AnyPath, at
 from adacheck_jax.update.binding import Recorders
 
 _log = logging.getLogger(__name__)
-
-_TELLING = 5
-"""Deltas from which on their restore tells what each of them takes."""
-
-
-@dataclass(frozen=True, slots=True)
-class Restored:
-    """A restored step.
-
-    Attributes:
-        state: the tree that the caller gets.
-        info: the step's number, and how exact its leaves are.
-        directory: item directory that the step was read from.
-        lineage: base and deltas that were read; None if stock Orbax saved the step.
-        leaves: verified leaves in the base's order, on the devices of the replay.
-        is_own: True if the step is the directory's own, so that a delta may build on it; False for
-            an earlier step that the directory also holds.
-        measured: seconds that the restore took, by the names of costs.
-        times: the same for whoever watches; None if stock Orbax saved the step.
-    """
-
-    state: PyTree
-    info: RestoreInfo
-    directory: AnyPath
-    lineage: Lineage | None
-    leaves: list[Any]
-    is_own: bool
-    measured: Mapping[str, float] = dataclasses.field(default_factory=dict)
-    times: RestoreTimes | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -138,12 +110,12 @@ class StepRestorer:
     ) -> Restored:
         """Restore a step, once more if a step of its lineage became a base while it was read."""
         with agreed():
-            lineage = _lineage(path, args.step)
+            lineage = finding.lineage_of(path, args.step)
         try:
             return self._restore(path, lineage, args, agreed, begin_s)
         except (FormatError, IntegrityError, LineageError):
             with agreed():
-                again = _lineage(path, args.step)
+                again = finding.lineage_of(path, args.step)
                 if again.checksums == lineage.checksums:
                     raise
             _log.info("%s: a step was compacted while it was read; reading it again.", path)
@@ -158,7 +130,7 @@ class StepRestorer:
         In the place of a step that was deleted it is the newest one of all.
         """
         is_gone = isinstance(error, StepDeletedError) and not at(path).is_folder
-        others = _OtherSteps(path, args.step, is_gone=is_gone)
+        others = OtherSteps(path, args.step, is_gone=is_gone)
         bad: set[tuple[str, ...]] = set()  # files of the steps that cannot be restored
         inner, last = self._newest_within(path, args, agreed, bad), error
         plain = dataclasses.replace(args, step=None)
@@ -172,7 +144,7 @@ class StepRestorer:
             try:
                 with deletion.told(place):
                     with agreed():
-                        found = lineage or resolve(place)
+                        found = lineage or finding.resolve(place)
                         if lineage is None and identity.of_lineage(found) in bad:
                             raise IntegrityError(f"{place}: it has the files of a bad step.")
                     restored = self._restore(place, found, args, agreed)
@@ -247,7 +219,7 @@ class StepRestorer:
         with agreed():
             with _explained(lineage):
                 rounded = check.check_bits(leaves, lineage, path, rounded=base.rounded)
-            info = _info(lineage, rounded, path, args.require_exact)
+            info = outcome.info_of(lineage, rounded, path, args.require_exact)
         named = {spec.path: leaf for spec, leaf in zip(lineage.base.leaves, leaves, strict=True)}
         with agreed():
             if base.moved:
@@ -256,7 +228,7 @@ class StepRestorer:
         begin_s = found_s if begin_s is None else begin_s
         total_s, waited_s = self._clock() - begin_s, base.programs.waited_s
         times = RestoreTimes(total_s, read_s - found_s, replayed_s - read_s - waited_s, waited_s)
-        measured = _measured(times, found_s - begin_s, len(lineage.deltas))
+        measured = outcome.measured(times, found_s - begin_s, len(lineage.deltas))
         is_own = is_own and not lineage.left_out and base.relayout is None
         return Restored(state, info, path, lineage, leaves, is_own, measured, times)
 
@@ -311,66 +283,6 @@ def _explained(lineage: Lineage) -> Iterator[None]:
         raise
 
 
-class _OtherSteps:
-    """Steps that may be restored in the place of one that cannot be, newest first.
-
-    Args:
-        path: item directory of the step that was asked for.
-        end: number of the earlier step that was asked for in it; None for its own.
-        is_gone: True if it was deleted. Then any other step may stand for it: retention deletes the
-            oldest steps first.
-    """
-
-    def __init__(self, path: AnyPath, end: int | None, *, is_gone: bool) -> None:
-        place = roots.place_of_lost(path)
-        self._line, self._tried = place.line, {path}
-        self.wanted, self._stop = place.step, place.step
-        if self.wanted is not None and end is not None:
-            self.wanted, self._stop = end, end + 1
-        if is_gone:
-            self._stop = None
-        self._left = [] if self.wanted is None else self._listed()
-
-    def _listed(self) -> list[roots.Step]:
-        found = roots.steps_of(*self._line)
-        if self._stop is not None:
-            found = [each for each in found if each.step < self._stop]
-        return [each for each in found if each.directory not in self._tried]
-
-    @property
-    def newest(self) -> roots.Step | None:
-        """The newest one that was not taken; None if there is none."""
-        return self._left[-1] if self._left else None
-
-    def take(self) -> AnyPath:
-        """Item directory of the newest one, which is taken out."""
-        directory = self._left.pop().directory
-        self._tried.add(directory)
-        return directory
-
-    def look_again(self) -> None:
-        """Look for steps that were saved since, where a step was deleted while it was read."""
-        self._left = self._listed()
-
-    def tell_passed_over(self, found: int) -> None:
-        """Log which steps that stock Orbax saved lie between a bad step and the one restored."""
-        there = roots.stock_steps(*self._line) if self.wanted is not None else {}
-        passed = sorted(step for step in there if found < step < (self.wanted or 0))
-        if passed:
-            told = "Passed over steps %s, which stock Orbax saved: nothing can verify them."
-            _log.warning(told, lineages.shown_steps(passed))
-
-
-def _measured(times: RestoreTimes, look_up_s: float, deltas: int) -> dict[str, float]:
-    """The costs that one restore tells; of few deltas not how long one more would take."""
-    deltas_s = look_up_s + times.replay_s  # to look for a lineage is to read each manifest
-    open_s = max(times.total_s - times.base_s - deltas_s, 0.0)
-    measured = {"open_s": open_s, "base_restore_s": times.base_s}
-    if deltas >= _TELLING:
-        measured["replay_s"] = max(deltas_s, 0.0) / deltas
-    return measured
-
-
 def _apart(lineage: Lineage, placements: Mapping[str, Any]) -> dict[str, Any]:
     """Shardings for replay of the leaves that lie in some processes alone, by leaf path."""
     update, specs = lineage.base.update, lineage.base.leaves
@@ -389,86 +301,4 @@ def _restored_stock(path: AnyPath, args: RestoreArgs) -> Restored:
             "saved. Restore it in its own layout, save it, and transform that step."
         )
     state = stock_restoring.restore(path, args)
-    return Restored(state, stock_info(path), path, None, [], is_own=False)
-
-
-def stock_info(path: AnyPath) -> RestoreInfo:
-    """Report of the restore of a step that stock Orbax saved; its number is -1 if it has none."""
-    step = roots.place_of(path).step
-    return RestoreInfo(-1 if step is None else step, 0, (), 0.0, verified=False)
-
-
-def _info(
-    lineage: Lineage, rounded: Sequence[int], path: AnyPath, wants_exact: bool
-) -> RestoreInfo:
-    """Report of a restore; warns about rounded and stale leaves, or refuses them.
-
-    Raises:
-        IntegrityError: the caller wants exact bits, and some leaves are rounded or stale.
-    """
-    leaves, end, count = lineage.base.leaves, lineage.end, lineage.replayed_count
-    paths = tuple(leaves[i].path for i in rounded)
-    tolerance = check.tolerance(lineage, rounded) if rounded else 0.0
-    stale = {leaves[i].path: step for i, step in end.stale}
-    told: list[tuple[str, str, str]] = []
-    if stale:
-        told.append(
-            (
-                f"{path}: the ephemeral leaves of step {end.step} have the bits of step "
-                f"{min(stale.values())} or of one after it ({_few([*stale])}): they are saved with "
-                "bases alone",
-                "restore a base step, or do not ask for require_exact=True",
-                " All other leaves are as they were trained.",
-            )
-        )
-    if paths:
-        told.append(
-            (
-                f"{path}: {len(paths)} leaves of step {end.step} are within rounding of what was "
-                f"saved, not the exact bits ({_few(paths)}; each within about {tolerance:.0e} of "
-                "its leaf's largest value): they come out of sums, and the devices that they were "
-                "saved from do not exist here",
-                "restore where as many devices exist as when it was saved, restore a base step, or "
-                "do not ask for require_exact=True",
-                "",
-            )
-        )
-    for message, remedy, rest in told:
-        if wants_exact:
-            raise IntegrityError(f"{message}. Nothing was returned; {remedy}.")
-        _log.warning("%s.%s", message, rest)
-    return RestoreInfo(end.step, count, paths, tolerance, stale=stale, replica=end.replica)
-
-
-def _few(paths: Sequence[str]) -> str:
-    return ", ".join(paths[:5]) + (", ..." if len(paths) > 5 else "")
-
-
-def resolve(path: AnyPath) -> Lineage:
-    """The base and deltas that a step is restored from.
-
-    Raises:
-        LineageError: one of them is missing; the message lists the steps that can be restored.
-        FormatError, IntegrityError: a manifest is damaged.
-    """
-    try:
-        return lookup.resolve(path)
-    except LineageError as error:
-        steps = [s.step for s in roots.steps_of(*roots.place_of(path).line) if s.error is None]
-        hint = ", ".join(map(str, steps[-10:])) or "none"
-        raise LineageError(f"{error} Steps that can be restored: {hint}.") from error
-
-
-def _lineage(path: AnyPath, step: int | None) -> Lineage:
-    """The lineage of a directory's own step, or of an earlier one that it holds."""
-    return resolve(path) if step is None else _earlier(path, step)
-
-
-def _earlier(path: AnyPath, step: int) -> Lineage:
-    """The lineage of an earlier step that a directory holds."""
-    try:
-        return lookup.held(path).to(step)
-    except LineageError as error:
-        if (holder := roots.holder_of(step, *roots.place_of(path).line)) is None:
-            raise
-        raise LineageError(f"{error} Restore it from step {holder}.") from error
+    return Restored(state, outcome.stock_info(path), path, None, [], is_own=False)

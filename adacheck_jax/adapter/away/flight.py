@@ -1,0 +1,164 @@
+"""The save that a manager has begun last, until it is known how it has ended."""
+
+# Threads: the training loop's begins a save and joins it; the manager's own begins a delta.
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator
+
+import jax
+import orbax.checkpoint as ocp
+from orbax.checkpoint.checkpoint_manager import DEFAULT_ITEM_NAME
+
+from adacheck_jax.adapter.arguments import SaveArgs
+from adacheck_jax.adapter.away.deciding import Flight
+from adacheck_jax.adapter.away.ending import Ending
+from adacheck_jax.adapter.away.opening import Opener
+from adacheck_jax.adapter.away.promised import PromisedSteps
+from adacheck_jax.adapter.saving.share_future import MOMENT_S
+from adacheck_jax.errors import AdaCheckError
+from adacheck_jax.save.one_save import is_refusal
+from adacheck_jax.store.storage.location import located
+
+
+class SaveInFlight:
+    """The save in flight of a manager that saves nothing but the state.
+
+    Args:
+        manager: the manager.
+        promised: the steps that stay in memory where a save fails.
+        opener: the thread on which deltas begin.
+        ending: the end of the save.
+
+    Attributes:
+        is_inside: True while Orbax's manager is at work, which asks things of itself.
+    """
+
+    def __init__(
+        self,
+        manager: ocp.CheckpointManager,
+        promised: PromisedSteps,
+        opener: Opener,
+        ending: Ending,
+    ) -> None:
+        self._manager, self._promised = manager, promised
+        self._opener, self._ending = opener, ending
+        self._flying: tuple[int, bool] | None = None
+        self.is_inside = False
+
+    @property
+    def has_begun(self) -> bool:
+        """True if a save was begun that was not joined yet."""
+        return self._flying is not None
+
+    def call(self, step: int, save: Callable[[], bool], *, is_ours: bool) -> bool:
+        """Calls Orbax's save; True if it has begun. ``is_ours`` if it is of a state alone."""
+        self._promised.outage.begin()
+        self._flying = None
+        self._opener.forget()
+        self._ending.begin()
+        self._promised.together.begin()
+        with self._inside():
+            if save():
+                self._flying = (step, is_ours)
+        return self.has_begun
+
+    def begin(self, step: int, save: Callable[[], bool], *, is_ours: bool) -> bool:
+        """Begins a save; False if storage refuses that, and nothing of it is kept.
+
+        Raises:
+            Exception: it cannot be begun; of several processes the others may have begun it.
+        """
+        promised = self._promised
+        try:
+            return self.call(step, save, is_ours=is_ours)
+        except Exception as error:
+            if not is_ours or not is_refusal(error) or jax.process_count() > 1:
+                raise
+            promised.outage.refuse(error)
+            promised.outage.return_to_loop()
+            if (keeper := promised.lines.keeper) is None or not keeper.fail(step, error):
+                return False
+            promised.add(step)
+            return True
+
+    def may_open(self, step: int) -> bool:
+        """True if Orbax may begin a save behind the caller: it has no reason to refuse the step."""
+        is_possible = jax.process_count() == 1 and self._manager._options.enable_async_checkpointing
+        newest = self._manager.latest_step()
+        return is_possible and (newest is None or newest < step)
+
+    def open(self, step: int, own: SaveArgs) -> bool:
+        """Takes what is saved out of a state; of a delta the manager's thread does the rest."""
+        saves, manager = self._promised.saves, self._manager
+        final = manager._get_save_directory(step, manager.directory) / DEFAULT_ITEM_NAME
+        prepared = saves.prepare(located(str(final)), own)
+
+        def save() -> bool:
+            return ocp.CheckpointManager.save(manager, step, args=SaveArgs(prepared), force=True)
+
+        def save_behind() -> bool:
+            saves.left.wait(MOMENT_S)
+            return save()
+
+        saves.left.clear()
+        if prepared.begun.save.is_base:
+            return save()
+        self._opener.begin(save_behind)
+        return True
+
+    def state(self) -> Flight:
+        """Waits for the save, as long as there is patience."""
+        outage, is_open = self._promised.outage, self._opener.wait() is None
+        if is_open and not self._ending.wait(outage.patience_s):
+            outage.hang()
+            return Flight.GOES_ON
+        return Flight.FAILED if self.error() is not None and self.has_begun else Flight.ENDED
+
+    def error(self) -> BaseException | None:
+        """The error of the save, which could not begin or has ended."""
+        return self._opener.wait() or self._ending.error
+
+    def join(self, why: str = "") -> bool:
+        """Waits for the save; False if storage refused it, and it is kept.
+
+        It has failed in process 0 if that gives a reason.
+
+        Raises:
+            Exception: it cannot be written again.
+        """
+        flying, self._flying = self._flying, None
+        try:
+            self._opener.wait()
+            self._ending.wait()
+            with self._inside():
+                self._opener.wait_until_finished()
+        except Exception as error:
+            if flying is None:  # of a step whose error was raised before
+                raise
+            self._fail(*flying, error)
+            return False
+        except BaseException:  # it still flies
+            self._flying = flying
+            raise
+        if flying is not None:
+            if why:
+                self._fail(*flying, AdaCheckError(f"process 0: {why}"))
+            report = self._promised.saves.last
+            self._promised.outage.end(report.durable_s if report is not None else None)
+            if not self._promised.kept.steps:
+                self._promised.last = -1
+        return True
+
+    def _fail(self, step: int, is_ours: bool, error: Exception) -> None:
+        self._ending.is_stale = True  # what a save that failed was to delete is forgotten otherwise
+        self._promised.keep(step, error, is_ours=is_ours)
+
+    @contextlib.contextmanager
+    def _inside(self) -> Iterator[None]:
+        before, self.is_inside = self.is_inside, True
+        try:
+            yield
+        finally:
+            self.is_inside = before

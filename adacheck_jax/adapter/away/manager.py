@@ -1,0 +1,269 @@
+"""A stock Orbax manager that tells its handler, and whose saves go on while storage is away."""
+
+# Threads: a training loop's thread saves and closes; any may wait, restore and ask. Orbax's thread
+# ends a save (``_finalize``).
+
+from __future__ import annotations
+
+import functools
+import logging
+import threading
+import weakref
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import jax
+import orbax.checkpoint as ocp
+from etils import epath
+
+from adacheck_jax.adapter.arguments import RestoreArgs, SaveArgs, expect_args
+from adacheck_jax.adapter.away import restores
+from adacheck_jax.adapter.away.ending import Ending
+from adacheck_jax.adapter.away.keeping import Keeping
+from adacheck_jax.adapter.away.lockstep import Lockstep
+from adacheck_jax.adapter.away.opening import Opener, is_own_thread
+from adacheck_jax.adapter.handler import AdaCheckHandler
+from adacheck_jax.adapter.inputs import expected_step
+from adacheck_jax.adapter.reports import expect_outside_callback
+from adacheck_jax.device.trees import PyTree
+from adacheck_jax.errors import AdaCheckError
+from adacheck_jax.store.storage.location import located
+
+_log = logging.getLogger(__name__)
+
+_ASKING = (
+    *("all_steps", "latest_step", "best_step", "reload", "should_save", "delete"),
+    *("item_metadata", "metadata", "metrics", "is_saving_in_progress", "check_for_errors"),
+)
+"""What a caller may ask of a manager that knows the save begun last, as :meth:`restore` does."""
+
+
+class AdaCheckManager(ocp.CheckpointManager):
+    """A stock Orbax manager that tells its handler; :func:`checkpoint_manager` makes one.
+
+    Where it saves nothing but the state, its ``save`` goes on while storage is away: see
+    ``docs/guide/storage-away.md``.
+
+    Attributes:
+        handler: the handler, for ``record_step``, ``recover``, ``restored`` and ``last_save``.
+    """
+
+    def __init__(self, handler: AdaCheckHandler, root: epath.Path, **arguments: Any) -> None:
+        self.handler, run = handler, handler.run
+        handlers, options = arguments.get("item_handlers"), arguments["options"]
+        named = handlers.items() if isinstance(handlers, Mapping) else ()
+        self._item = next((name for name, each in named if each is handler), None)
+        is_alone = jax.process_count() == 1
+        goes_on = handlers is handler and (is_alone or options.enable_async_checkpointing)
+        run.lines.keeps_refused = goes_on
+        self._together = together = Lockstep(root)
+        run.lines.calls = together.calls
+        together.introduce(run.described)
+        self._opener, self._is_closed = Opener(self), False
+        self._ending = Ending(self, run.lines, together, keeps_refused=goes_on)
+        parts = run, together, self._opener, self._ending
+        self._keeping = Keeping(self, *parts) if goes_on else None
+        if goes_on and not is_alone:
+            arguments["options"] = self._ending.met(options)
+        super().__init__(root, **arguments)
+        _open_managers.add(self)
+        if run.has_recorder and (newest := self.latest_step()) is not None:
+            self.reached_preemption(newest)  # or JAX would end a resumed run at step 1
+
+    def save(
+        self,
+        step: int,
+        items: Any = None,
+        save_kwargs: Any = None,
+        metrics: Any = None,
+        force: bool | None = False,
+        args: ocp.args.CheckpointArgs | None = None,
+        custom_metadata: dict[str, Any] | None = None,
+    ) -> bool:
+        """As Orbax's; while storage is away the step is kept in memory, if there is room.
+
+        Raises:
+            ValueError: ``step`` is no step number, or ``args`` are none of this library.
+            AdaCheckError: the manager is closed.
+            StorageError: storage refuses the step, and memory has no room for it; or it refused an
+                earlier one that cannot be written again. The message names the steps that are in
+                memory, and those that are lost.
+        """
+        step = expected_step(step, "give save the number of the step")
+        expect_outside_callback(f"save({step})")
+        check = functools.partial(expect_args, args, SaveArgs, self._item)
+        if self._is_closed:
+            raise AdaCheckError(
+                f"{self.directory}: the manager is closed: step {step} is not saved."
+            )
+        beside, saves = (items, save_kwargs, metrics, custom_metadata), self.handler.run.saves
+
+        def save(force: bool | None = True) -> bool:
+            saves.left.clear()
+            return super(AdaCheckManager, self).save(
+                *(step, items, save_kwargs, metrics, force, args, custom_metadata)
+            )
+
+        try:
+            if (keeping := self._keeping) is not None:
+                if not force and (step <= keeping.promised.last or not self.should_save(step)):
+                    check()
+                    return False
+                is_alone = all(each is None for each in beside)
+                own = args if isinstance(args, SaveArgs) and is_alone else None
+                return keeping.save(step, own, save, check)
+            is_called = jax.process_count() > 1 and (force or self.should_save(step))
+            if is_called:
+                self._together.begin()
+                self._together.decided(dict, f"save({step})", check)
+            else:
+                check()
+            return save(is_called or force)
+        finally:
+            saves.left.set()
+
+    def restore_newest(self, abstract_state: PyTree) -> tuple[int, PyTree] | None:
+        """The newest state that can be had: from memory, here or of other processes, or storage.
+
+        ::
+
+            first = 0
+            if (found := manager.restore_newest(state)) is not None:
+                newest, state = found
+                first = newest + 1
+
+        Memory serves where the handler's shadow has a directory and what is there is as new as
+        storage (:meth:`AdaCheckHandler.recover`). Other items stay with storage: where
+        ``latest_step()`` is less than the step, a data iterator restored from it is behind by as
+        many steps, and a warning says so.
+
+        Args:
+            abstract_state: tree of ``jax.ShapeDtypeStruct`` with shardings, or of arrays, of the
+                whole state.
+
+        Returns:
+            The number of the step and its state, verified; None if there is none yet.
+        """
+        if self.handler.run.has_memory:
+            found = self.handler.recover(str(self.directory), abstract_state, item=self._item)
+            if found is not None:
+                if self._item is not None:
+                    restores.tell_behind(self.directory, found[0], self.latest_step())
+                return found
+        if (newest := self.latest_step()) is None:
+            return None
+        args: Any = RestoreArgs(abstract_state)
+        if self._item is None:
+            return newest, self.restore(newest, args=args)
+        args = ocp.args.Composite(**{self._item: args})
+        return newest, self.restore(newest, args=args)[self._item]
+
+    def restore(
+        self,
+        step: int | None,
+        items: Any = None,
+        restore_kwargs: Any = None,
+        directory: epath.PathLike | None = None,
+        args: ocp.args.CheckpointArgs | None = None,
+    ) -> Any:
+        """As Orbax's; also of a step that was recorded and that a later one holds.
+
+        Of several processes all call it, for the same step and a state of the same leaves.
+
+        Raises:
+            ValueError: ``args`` are none of this library.
+            AdaCheckError: the processes do not call alike.
+            FileNotFoundError: no step holds it; or a later one does, and other items than the
+                state are asked for, of which there are none.
+        """
+        call = f"restore({step})"
+        expect_outside_callback(call)
+        self._together.meet(call, lambda: restores.described(args, self._item))
+        self._opener.wait()
+        try:
+            return super().restore(step, items, restore_kwargs, directory, args)
+        except (FileNotFoundError, ValueError) as error:  # the latter where names have a prefix
+            root = located(str(directory or self.directory))
+            holder, args = restores.in_holder(step, root, args, error)
+            return super().restore(holder, directory=directory, args=args)
+
+    def reached_preemption(self, step: int) -> bool:
+        """As Orbax's, for the training loop alone.
+
+        JAX ends a run at the step after the last one that it was asked about. Threads that begin
+        and end a save ask too, for a metric, of a step that the loop may have left behind: no
+        process would ever come to the step after it.
+        """
+        return not is_own_thread() and super().reached_preemption(step)
+
+    def wait_until_finished(self) -> None:
+        """As Orbax's, and then writes the steps that are kept in memory since storage was away.
+
+        Raises:
+            StorageError: storage refuses them; the message names them.
+        """
+        expect_outside_callback("wait_until_finished()")
+        if (keeping := self._keeping) is not None and keeping.is_asked:
+            keeping.wait()
+        else:
+            self._opener.wait_until_finished()
+
+    def close(self) -> None:
+        """Writes all recorded steps, and closes the manager as Orbax does.
+
+        Raises:
+            StorageError: storage refuses them for a minute; the message names the steps that are
+                lost.
+        """
+        expect_outside_callback("close()")
+        try:
+            if self._keeping is not None:
+                self._keeping.close()
+        finally:
+            self._keeping, self._is_closed = None, True
+            self._ending.keeps_refused = False
+            _open_managers.discard(self)
+            self._opener.wait()
+            try:
+                super().close()
+            finally:
+                self._opener.close()
+
+    def _finalize(self, step: int, steps_to_remove: list[int]) -> None:
+        self._ending.finalize(step, steps_to_remove)
+
+    def _wait_for_checkpointers(self) -> None:
+        self._ending.expect_written()
+
+
+def _behind_opening(method: Callable[..., Any]) -> Callable[..., Any]:
+    """A method of Orbax's manager that waits until the last save has begun."""
+
+    @functools.wraps(method)
+    def waiting(self: AdaCheckManager, *args: Any, **kwargs: Any) -> Any:
+        self._opener.wait()
+        return method(self, *args, **kwargs)
+
+    return waiting
+
+
+for _name in _ASKING:
+    setattr(AdaCheckManager, _name, _behind_opening(getattr(ocp.CheckpointManager, _name)))
+
+_open_managers = weakref.WeakSet[AdaCheckManager]()
+
+
+def _finish() -> None:
+    """Waits for saves when the process ends; later no thread of theirs could begin another one."""
+    for each in [*_open_managers]:
+        try:
+            if jax.process_count() == 1:
+                each.wait_until_finished()
+            else:  # without what others would have to decide with it
+                each._opener.wait_until_finished()
+        except Exception as error:
+            _log.error("%s: the process ends, and a step is not saved: %s", each.directory, error)
+
+
+# Unlike those of atexit these are called before the executors of all modules refuse work.
+threading._register_atexit(_finish)  # type: ignore[attr-defined]

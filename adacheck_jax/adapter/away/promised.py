@@ -1,0 +1,169 @@
+"""Steps for which ``save`` has answered True, and that storage does not have yet."""
+
+# Threads: the training loop's alone.
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+
+import jax
+
+from adacheck_jax.adapter.arguments import SaveArgs
+from adacheck_jax.adapter.away.lockstep import Lockstep
+from adacheck_jax.adapter.away.outage import Outage
+from adacheck_jax.adapter.training_run import TrainingRun
+from adacheck_jax.errors import AdaCheckError, DifferingCallsError, StorageError
+from adacheck_jax.save.attempt import Report
+from adacheck_jax.save.line.kept import KeptSteps
+from adacheck_jax.store.steps.lineage import shown_steps
+
+
+class PromisedSteps:
+    """Steps in memory of which a training loop was told that they are saved.
+
+    Which ones they are all processes know alike: each step is kept by all of them or by none.
+
+    Attributes:
+        lines: lines of steps of the training run.
+        saves: its saves.
+        together: its processes.
+        outage: the time in which storage is away, if it is.
+        last: number of the last one; -1 without any.
+        has_gap: True if a step after them was lost, so that nothing follows them by one update.
+    """
+
+    def __init__(self, run: TrainingRun, together: Lockstep) -> None:
+        self.lines, self.saves = run.lines, run.saves
+        self.together, self.outage = together, Outage()
+        self.last, self.has_gap, self._room_bytes = -1, False, 0
+
+    @property
+    def are_some(self) -> bool:
+        """True if there is one."""
+        return self.last >= 0
+
+    @property
+    def kept(self) -> KeptSteps:
+        """Steps in memory that are not on the disk."""
+        keeper = self.lines.keeper
+        return KeptSteps(None, (), (), 1, None) if keeper is None else keeper.steps()
+
+    def add(self, step: int) -> None:
+        """Notes that a step is in memory, and that ``save`` answers True."""
+        self.last = max(self.last, step)
+        self.outage.tell(self.kept)
+
+    def end(self) -> None:
+        """Notes that all are written."""
+        self.last, self.has_gap = -1, False
+
+    def replace(self, step: int) -> None:
+        """Lets go of a step that its caller saves again."""
+        if step <= self.last and (keeper := self.lines.keeper) is not None:
+            keeper.replace(step)
+
+    def record(self, args: SaveArgs, step: int) -> bool:
+        """Records a step in memory, in all processes or none, if nothing is lost by it."""
+        plain = args.step, args.save_args, args.custom_metadata
+        if self.has_gap or any(each is not None for each in plain):
+            return False
+        is_recorded, wrong = False, None
+        try:
+            is_recorded = self.saves.record_step(args.state, step, away_bytes=self._room_bytes)
+        except Exception as error:
+            wrong = error
+        own = {"is_kept": is_recorded, "room_bytes": self.kept.most_bytes}
+        told: Report = {"is_kept": False}
+        try:
+            told = self.together.agreed(own, by_all, wrong, f"call save({step})")
+            self._room_bytes = told["room_bytes"]
+        except BaseException:  # another process may have recorded it
+            self.has_gap = jax.process_count() > 1
+            raise
+        finally:
+            if is_recorded and not told["is_kept"] and (keeper := self.lines.keeper) is not None:
+                keeper.take_back()
+        if told["is_kept"]:
+            self.add(step)
+        return told["is_kept"]
+
+    def keep(self, step: int, error: Exception, *, is_ours: bool) -> None:
+        """Keeps a save that failed; or raises its error, with the steps that are lost with it."""
+        keeper = self.lines.keeper
+        try:
+            is_kept = keeper is not None and keeper.fail(step, error) and is_ours
+        except AdaCheckError as wrong:
+            is_kept, error = False, wrong
+        told = self.together.agreed({"is_kept": is_kept, "room_bytes": 0}, by_all)
+        if told["is_kept"]:
+            self.outage.refuse(error)
+            self.add(step)
+            return
+        if is_kept:
+            error = StorageError(f"{error} Another process cannot write it again.")
+        lost = [*(keeper.carried(step) if keeper is not None else ()), *self.kept.deferred]
+        if keeper is not None:
+            keeper.give_up(f"step {step}, which they follow, is not saved")
+        if not lost:
+            error.add_note(f"Step {step} is not saved.")
+            raise error
+        kind = type(error) if isinstance(error, AdaCheckError) else StorageError
+        raise kind(
+            f"{error} Step {step} is not saved, nor are the recorded steps {shown_steps(lost)}, "
+            "which were to be written with it or follow it."
+        ) from error
+
+    def next_write(self, *, until_s: float = 0.0) -> Report:
+        """The next write, as process 0 sees it.
+
+        Its number, and if it is there already; None if storage does not tell.
+        """
+        kept, keeper, is_there = self.kept, self.lines.keeper, None
+        try:
+            is_there = keeper is not None and keeper.is_there()
+        except OSError as error:
+            self.outage.refuse(error)
+            self.outage.return_to_loop()
+        number = kept.next_number(in_portions=self.are_some)
+        left_s = max(until_s - time.monotonic(), 0.0)
+        return {"number": number, "is_there": is_there, "left_s": left_s}
+
+    def meet_closing(self) -> None:
+        """Waits until all processes close: one alone may do so by an error that only it has.
+
+        Raises:
+            AdaCheckError: one is gone; the message names the steps that are lost.
+        """
+        kept = self.kept
+        try:
+            self.together.agreed({"is_kept": True, "room_bytes": 0}, by_all)
+        except DifferingCallsError:
+            raise
+        except AdaCheckError as error:
+            raise AdaCheckError(
+                f"{error} Steps that are not written: {shown_steps(kept.steps)}. They are lost."
+            ) from error
+
+    def cut_to_common(self) -> None:
+        """Lets go of the steps that not all processes have: their calls differed."""
+        self.together.begin_anew()
+        kept, keeper = self.kept.steps, self.lines.keeper
+        told = self.together.agreed({"steps": [*kept]}, _in_all)
+        if keeper is not None and (count := len(kept) - told["count"]):
+            keeper.take_back(count, "the processes did not call alike")
+
+
+def by_all(reports: Sequence[Report]) -> Report:
+    """True if all processes keep a step; and the room that all of them have for steps."""
+    return {
+        "is_kept": all(each["is_kept"] for each in reports),
+        "room_bytes": min(each["room_bytes"] for each in reports),
+    }
+
+
+def _in_all(reports: Sequence[Report]) -> Report:
+    """Number of steps, from the first one on, that all processes have in memory."""
+    every = [[*each["steps"]] for each in reports]
+    alike = [len({*numbers}) == 1 for numbers in zip(*every, strict=False)]
+    return {"count": alike.index(False) if False in alike else len(alike)}

@@ -1,0 +1,85 @@
+"""Steps of a root, as a restore finds them: lineages, and the newest step of a line."""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+
+from adacheck_jax.adapter.stock import descriptions
+from adacheck_jax.errors import AdaCheckError, LineageError
+from adacheck_jax.save.resuming import Newest
+from adacheck_jax.store.steps import lookup, manifest_file, roots
+from adacheck_jax.store.steps.lineage import Lineage
+from adacheck_jax.store.storage.location import AnyPath
+
+_log = logging.getLogger(__name__)
+
+
+def resolve(path: AnyPath) -> Lineage:
+    """The base and deltas that a step is restored from.
+
+    Raises:
+        LineageError: one of them is missing; the message lists the steps that can be restored.
+        FormatError, IntegrityError: a manifest is damaged.
+    """
+    try:
+        return lookup.resolve(path)
+    except LineageError as error:
+        steps = [s.step for s in roots.steps_of(*roots.place_of(path).line) if s.error is None]
+        hint = ", ".join(map(str, steps[-10:])) or "none"
+        raise LineageError(f"{error} Steps that can be restored: {hint}.") from error
+
+
+def lineage_of(path: AnyPath, step: int | None) -> Lineage:
+    """The lineage of a directory's own step, or of an earlier one that it holds."""
+    return resolve(path) if step is None else _earlier(path, step)
+
+
+def _earlier(path: AnyPath, step: int) -> Lineage:
+    """The lineage of an earlier step that a directory holds."""
+    try:
+        return lookup.held(path).to(step)
+    except LineageError as error:
+        if (holder := roots.holder_of(step, *roots.place_of(path).line)) is None:
+            raise
+        raise LineageError(f"{error} Restore it from step {holder}.") from error
+
+
+def described_lineage(directory: AnyPath) -> Lineage:
+    """The lineage of a step whose base has whole files that describe its arrays.
+
+    Raises:
+        LineageError: a step that this one builds on is missing.
+        IntegrityError: a file that describes the base is damaged.
+        FormatError: a manifest is missing or cannot be read.
+    """
+    lineage = resolve(directory)
+    damage = descriptions.damaged_descriptions(lineage.base_directory, lineage.base)
+    for error in damage.values():
+        raise error
+    return lineage
+
+
+def newest(root: AnyPath, item: str | None) -> Newest | None:
+    """The newest step of a line in storage, whoever saved it."""
+    every = ((roots.place_of(path), path) for path in roots.items_of(root))
+    ours = {place.step: path for place, path in every if place.line[1] == item}
+    numbers = [*(each for each in ours if each is not None), *roots.stock_steps(root, item)]
+    if not numbers:
+        return None
+    number, lineage = max(numbers), None
+    step, path = number, ours.get(number)
+    if path is not None:
+        try:
+            step = manifest_file.read(path).step
+            lineage = resolve(path)
+        except AdaCheckError as error:
+            _log.warning("%s: the newest step in storage cannot be built on: %s", path, error)
+    return Newest(step, number, lineage)
+
+
+def has_steps(root: AnyPath) -> bool:
+    """True unless a root is known to have no step."""
+    with contextlib.suppress(OSError, AdaCheckError):
+        return bool(roots.items_of(root) or roots.stock_steps(root))
+    return True

@@ -1,0 +1,177 @@
+"""The lines of steps of a training run: a saver each, and the calls of all processes about them."""
+
+# Threads: any that saves, restores or ends a save. ``_lock`` guards ``_savers``; while it is held a
+# saver may be made and a root be listed, but no method of a saver is called that takes the saver's
+# own lock. ``_meeting`` is held while all processes hear of each other, once.
+
+from __future__ import annotations
+
+import contextlib
+import threading
+from collections.abc import Iterator
+
+import jax
+
+from adacheck_jax.adapter import processes
+from adacheck_jax.adapter.coordination.calls import Calls
+from adacheck_jax.adapter.in_memory.gate import Neighbours
+from adacheck_jax.adapter.processes import ServiceExchange
+from adacheck_jax.adapter.restoring import finding
+from adacheck_jax.errors import AdaCheckError
+from adacheck_jax.format.manifest import DeltaManifest
+from adacheck_jax.format.one_process import OneProcess
+from adacheck_jax.memory.files.step_file import FilePlace
+from adacheck_jax.memory.sending.consent import Consent
+from adacheck_jax.plan.options import Options
+from adacheck_jax.save.line.kept import Keeper
+from adacheck_jax.save.saver import Saver
+from adacheck_jax.schedule.stopwatch import Clock
+from adacheck_jax.store.retention import KeepLineage
+from adacheck_jax.store.steps import manifest_file, roots
+from adacheck_jax.store.steps.folders import LINEAGE
+from adacheck_jax.store.steps.lookup import referred
+from adacheck_jax.store.steps.roots import Line, Place
+from adacheck_jax.store.storage.location import AnyPath, at
+from adacheck_jax.update.binding import Recorders
+
+
+class Lines:
+    """The savers of a run, which may have several items and managers.
+
+    Args:
+        recorders: the recorders.
+        options: the caller's choices.
+        clock: a monotonic clock, by which costs are measured.
+
+    Attributes:
+        process: the process that the run works in.
+        calls: calls of the training loop; those of its manager, if that compares them.
+        keeps_refused: True if its manager writes again what storage refused; set before any step is
+            saved or restored.
+    """
+
+    def __init__(self, recorders: Recorders, options: Options, clock: Clock) -> None:
+        self._recorders, self._options, self._clock = recorders, options, clock
+        self.process, self.calls = OneProcess("AdaCheckHandler"), Calls("")
+        self.keeps_refused = False
+        self._lock, self._meeting = threading.Lock(), threading.Lock()
+        self._savers: dict[Line, Saver] = {}
+        shadow = options.shadow
+        self._neighbours = Neighbours(shadow) if shadow and shadow.directory is not None else None
+
+    @property
+    def are_none(self) -> bool:
+        """True before the first one is saved or restored."""
+        return not self._savers
+
+    @property
+    def only(self) -> tuple[Line, Saver] | None:
+        """The only line with steps, and its saver; None before its first step.
+
+        Raises:
+            ValueError: there are several.
+        """
+        with self._lock:
+            found = [each for each in self._savers.items() if each[1].has_steps]
+        if len(found) > 1:
+            raise ValueError(
+                f"expected a handler that saves one line of steps, found {len(found)}: it is not "
+                "known which of them this step belongs to. Use one handler for each."
+            )
+        return None if self.process.is_elsewhere or not found else found[0]
+
+    @property
+    def keeper(self) -> Keeper | None:
+        """The keeper of the steps in memory; None before the first one, or of several lines."""
+        with contextlib.suppress(ValueError):
+            if (only := self.only) is not None:
+                return only[1].kept
+        return None
+
+    def note_gap(self, *, is_lost: bool = False) -> None:
+        """Notes that the save of a step was refused; ``is_lost`` if others may have begun it."""
+        with contextlib.suppress(ValueError):
+            if (only := self.only) is not None:
+                only[1].note_gap(is_lost=is_lost)
+
+    def saver_of(self, place: Place) -> Saver:
+        """The saver of a line of steps, which the first call makes."""
+        with self._lock:
+            if place.line in self._savers:
+                return self._savers[place.line]
+        file, peers, (root, item) = None, None, place.line
+        if (shadow := self._options.shadow_directory) is not None:
+            file = FilePlace(str(shadow), shadow_root(root), item or "")
+            if self._neighbours is not None and jax.process_count() > 1:
+                with self._meeting:
+                    peers = self._neighbours.of(f"{root} {item}")
+                file = file.of(peers)
+        with self._lock:
+            if place.line not in self._savers:
+                given = self._recorders, self._options, self._clock, file, peers
+                self._savers[place.line] = Saver(*given, keeps=self.keeps_refused)
+                if self._options.keep_lineage is not None:
+                    _learn_parents(self._options.keep_lineage, *place.line)
+            return self._savers[place.line]
+
+    def exchange(self, where: object, *, is_save: bool = False) -> ServiceExchange | None:
+        """An exchange about a call that all processes make alike; None in a process alone."""
+        exchange = processes.exchange(where, is_save=is_save)
+        return exchange and exchange.watching(self.calls)
+
+    @contextlib.contextmanager
+    def consent(self, exchange: ServiceExchange | None) -> Iterator[Consent | None]:
+        """Consent of all processes to collectives in a call of all of them, or their refusal.
+
+        The call is told by its exchange, before anything fails in one of them.
+        """
+        found = None
+        if self._recorders and exchange is not None:
+            found = Consent(exchange.beside("copies"))
+        try:
+            yield found
+        except BaseException:
+            if found is not None:
+                found.refuse()
+            raise
+        if found is not None:
+            for saver in [*self._savers.values()]:
+                saver.leave(found)
+
+    def meet(self) -> None:
+        """Has processes that keep each other's state hear of each other, once."""
+        if self._neighbours is not None:
+            with self._meeting:
+                self._neighbours.meet()
+
+    def close(self) -> None:
+        """Closes the savers."""
+        with self._lock:
+            savers = [*self._savers.values()]
+        for saver in savers:
+            saver.close()
+
+
+def _learn_parents(keep: KeepLineage, root: AnyPath, item: str | None) -> None:
+    """Tell the preservation policy which step each delta on disk refers to."""
+    for directory in roots.items_of(root):
+        linked = at(directory / LINEAGE)
+        is_complete = linked.on_file_system and linked.is_folder  # as most are: not read
+        if item not in (None, directory.name) or is_complete:
+            continue
+        with contextlib.suppress(AdaCheckError):  # it is damaged, and nothing builds on it
+            manifest = manifest_file.read(directory)
+            if isinstance(manifest, DeltaManifest):
+                needed = [referred(directory, manifest.parent.reference)]
+                if linked.is_folder:  # copied from a disk: it has what the root lacks
+                    needed = [each.holder for each in finding.resolve(directory).entries]
+                number = roots.place_of(directory).step
+                for parent in (roots.place_of(each).step for each in needed):
+                    if number is not None and parent is not None:
+                        keep.note(number, parent)
+
+
+def shadow_root(root: AnyPath) -> str:
+    """A root as a shadow's file names it: one text, by whatever links it is reached."""
+    there = at(root)
+    return there.storage.physical(there.key) if there.on_file_system else str(there)

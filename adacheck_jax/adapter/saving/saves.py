@@ -1,0 +1,302 @@
+"""A save: begun on the caller's thread, written in every process, committed in one."""
+
+# Threads: begin and record_step run on the caller's threads, write on Orbax's event loop and the
+# threads of its futures, commit on a thread of the manager's. ``last`` is replaced whole.
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import logging
+import threading
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+
+import orbax.checkpoint as ocp
+from etils import epath
+
+from adacheck_jax.adapter import directories, inputs, processes
+from adacheck_jax.adapter.arguments import KEPT, SaveArgs
+from adacheck_jax.adapter.processes import ServiceExchange
+from adacheck_jax.adapter.reports import Announcer, SaveReport, report_of
+from adacheck_jax.adapter.saving.lines import Lines
+from adacheck_jax.adapter.saving.share_future import ShareFuture
+from adacheck_jax.adapter.stock.base_checkpoint import StockCheckpoints, described
+from adacheck_jax.adapter.stock.descriptions import ArrayEntry, stored_dtype
+from adacheck_jax.device import jax_settings
+from adacheck_jax.device.trees import PyTree
+from adacheck_jax.errors import AdaCheckError, storage_named
+from adacheck_jax.memory.sending.consent import Consent
+from adacheck_jax.save import commit
+from adacheck_jax.save.attempt import BEGUN, Exchange
+from adacheck_jax.save.one_save import Save
+from adacheck_jax.save.saver import Saver
+from adacheck_jax.schedule.stopwatch import Clock
+from adacheck_jax.store.base_writer import ArrayLayout, Name
+from adacheck_jax.store.steps import roots
+from adacheck_jax.store.steps.roots import Line, Place
+from adacheck_jax.store.storage.location import AnyPath
+
+_log = logging.getLogger(__name__)
+
+
+@dataclass(slots=True)
+class Begun:
+    """A save that is not committed yet.
+
+    Attributes:
+        line: root and item that the step belongs to.
+        saver: saver of that line.
+        save: the save.
+        begin_s: reading of the clock when the caller called.
+        together: exchange of the processes that begin it; None if there is none.
+        is_again: True if it writes what storage refused before.
+        returned_s: reading of the clock when the rest was left to the background; 0 before.
+        entries: arrays of a base that Orbax left to this library, by leaf path.
+        names: the same as they are stored.
+    """
+
+    line: Line
+    saver: Saver
+    save: Save
+    begin_s: float
+    together: ServiceExchange | None
+    is_again: bool
+    returned_s: float = 0.0
+    entries: Mapping[str, ArrayEntry] = dataclasses.field(default_factory=dict)
+    names: Mapping[str, Name] = dataclasses.field(default_factory=dict)
+
+    @property
+    def final(self) -> AnyPath:
+        """Directory of the item once it is committed."""
+        return self.save.directory
+
+    @property
+    def exchange(self) -> Exchange | None:
+        """Exchange with the other processes; None if there is none."""
+        return self.save.attempt.exchange
+
+
+@dataclass(frozen=True, slots=True)
+class PreparedSave:
+    """State of a save that was begun, but not in Orbax yet: another thread does that.
+
+    Attributes:
+        begun: the save.
+        stored: the state as it is to be stored, with the arguments for Orbax.
+    """
+
+    begun: Begun
+    stored: SaveArgs
+
+    def into(self, directory: AnyPath) -> tuple[Begun, SaveArgs]:
+        """The save, once Orbax makes its directory.
+
+        Raises:
+            AdaCheckError: it was begun for another one.
+        """
+        if (final := roots.committed_path(directory)) != self.begun.final:
+            raise AdaCheckError(f"{final}: expected {self.begun.final}. The step is not saved.")
+        directories.check_writable(directory)
+        return self.begun, self.stored
+
+
+class Saves:
+    """Saves of the steps of one training run.
+
+    A save is three calls: :meth:`begin` on the caller's thread, :meth:`write` in every process, and
+    :meth:`commit` in one process, after the writes of all processes. :class:`AdaCheckHandler` says
+    what their arguments are.
+
+    Args:
+        lines: lines of steps of the run.
+        stock: writer of what Orbax has of a base.
+        announcer: hears of each save that this process committed.
+        clock: a monotonic clock, by which costs are measured.
+
+    Attributes:
+        last: report of the last save that this process committed.
+        left: set while no caller is in a manager that says so.
+    """
+
+    def __init__(
+        self, lines: Lines, stock: StockCheckpoints, announcer: Announcer, clock: Clock
+    ) -> None:
+        self._lines, self._stock, self._announcer, self._clock = lines, stock, announcer, clock
+        self.last: SaveReport | None = None
+        self.left = threading.Event()
+        self.left.set()
+        self._described: SaveArgs | None = None
+
+    @jax_settings.own()
+    def begin(
+        self, directory: AnyPath, place: Callable[[], Place], args: SaveArgs
+    ) -> tuple[Begun, SaveArgs]:
+        """Begin a save on the caller's thread, under the caller's jax settings.
+
+        When this returns, every buffer of the state may be donated.
+
+        Returns:
+            The save, and the state as it is to be stored with the arguments for Orbax.
+        """
+        lines = self._lines
+        lines.process.enter()
+        if isinstance(args.state, PreparedSave):
+            return args.state.into(directory)
+        final, begin_s = roots.committed_path(directory), self._clock()
+        exchange = processes.exchange(final)  # before anything is refused in one process alone
+        together, is_again = exchange and exchange.watching(lines.calls), args.state is KEPT
+        try:
+            with _told(exchange), lines.consent(exchange) as consent:
+                if exchange is not None:
+                    lines.meet()  # before anything that may fail in one of them alone
+                directories.check_writable(directory)
+                if is_again:
+                    found, stored = place(), self._described or SaveArgs()
+                    saver = lines.saver_of(found)
+                    with storage_named(final):
+                        save = saver.begin_kept(final, found.step, exchange)
+                else:
+                    found, saver, save, stored = self._begin(final, place, args, exchange, consent)
+                return Begun(found.line, saver, save, begin_s, together, is_again), stored
+        except BaseException:
+            lines.note_gap(is_lost=exchange is not None and not is_again)
+            raise
+
+    def prepare(self, final: AnyPath, args: SaveArgs) -> PreparedSave:
+        """Begin a save, of which :meth:`begin` is told later; by a process alone.
+
+        ``final`` is the directory of the item once it is committed.
+        """
+        begun, stored = self.begin(final, lambda: roots.place_of(final, in_step=True), args)
+        if not begun.save.is_base:
+            begun.returned_s = self._clock()
+            stored = dataclasses.replace(stored, state=None)  # which may be donated
+        return PreparedSave(begun, stored)
+
+    def _begin(
+        self,
+        final: AnyPath,
+        place: Callable[[], Place],
+        args: SaveArgs,
+        exchange: Exchange | None,
+        consent: Consent | None,
+    ) -> tuple[Place, Saver, Save, SaveArgs]:
+        state = inputs.checked_state(args.state, args.save_args)
+        step = inputs.step_number(args.step)
+        file_bytes = inputs.file_bytes(args.ocdbt_target_data_file_size)
+        state, save_args, cast = inputs.apply_casts(state, args.save_args)
+        found = place()
+        inputs.step_number(found.step, "give the manager steps from 0 on")
+        custom_metadata = inputs.json_copy(args.custom_metadata)
+        if self._lines.are_none:
+            _log.info("%s: the first save of a process compiles and exports programs.", final)
+        with storage_named(final):
+            saver = self._lines.saver_of(found)
+            save = saver.begin(
+                *(final, found.step, state, step),
+                cast=cast,
+                custom_metadata=custom_metadata,
+                exchange=exchange,
+                consent=consent,
+            )
+        stored = SaveArgs(
+            state,
+            save_args=save_args,
+            custom_metadata=custom_metadata,
+            ocdbt_target_data_file_size=file_bytes,
+        )
+        return found, saver, save, stored
+
+    async def write(self, directory: AnyPath, begun: Begun, stored: SaveArgs) -> list[ocp.Future]:
+        """Start to write this process's share of what :meth:`begin` returned.
+
+        Returns:
+            Futures that complete when this process's share is durable. They wait for the
+            directories that Orbax makes.
+        """
+        futures: list[ocp.Future] = []
+        save = begun.save
+        try:
+            if save.is_base:
+                futures = await self._write_base(directory, begun, stored)
+            layout = ArrayLayout(begun.names, stored.ocdbt_target_data_file_size)
+            if begun.together is not None:  # who begins it waits in Orbax for who does not
+                begun.together.agree(BEGUN, {}, lambda _: {})
+        except Exception as error:
+            if begun.together is not None:
+                begun.saver.refuse(save, error, is_again=begun.is_again)
+                self._lines.note_gap(is_lost=not begun.is_again)
+            raise
+        futures.append(ShareFuture(save, directory, layout, self.left))
+        if not begun.returned_s:
+            begun.saver.returns()
+            begun.returned_s = self._clock()
+        return futures
+
+    async def _write_base(
+        self, directory: AnyPath, begun: Begun, stored: SaveArgs
+    ) -> list[ocp.Future]:
+        """Start to write what Orbax writes of a base."""
+        save = begun.save
+        if save.keeps:
+            self._described = dataclasses.replace(stored, state=described(stored.state))
+        with _told(begun.exchange):
+            futures, begun.entries = await self._stock.write(
+                epath.Path(str(directory)), stored.state, stored.save_args, stored.custom_metadata
+            )
+        begun.names = {
+            leaf.path: Name(
+                entry.name, stored_dtype(leaf.dtype), leaf.chunk_shape(entry.chunk_bytes)
+            )
+            for leaf in save.structure.leaves
+            if (entry := begun.entries.get(leaf.path))
+        }
+        return futures
+
+    @jax_settings.own()
+    def commit(self, directory: AnyPath, begun: Begun) -> None:
+        """Commit a save, in one process, once every process has written its share."""
+        with storage_named(begun.final), commit.committing(begun.save, directory):
+            digests: Mapping[str, str] = {}
+            if begun.save.is_base:
+                chunks = {path: each.chunk_shape for path, each in begun.names.items()}
+                digests = self._stock.finalize(epath.Path(str(directory)), begun.entries, chunks)
+            commit.commit(begun.save, directory, digests)
+        self.last = report_of(begun.save, directory, begun.begin_s, begun.returned_s)
+        self._announcer.tell_saved(self.last)
+
+    @jax_settings.own()
+    def record_step(
+        self, state: PyTree, step: int | None = None, *, away_bytes: int | None = None
+    ) -> bool:
+        """Take hold of a step for the next save; see :meth:`AdaCheckHandler.record_step`."""
+        lines = self._lines
+        lines.process.enter()
+        inputs.expect_not_swapped(state, step)
+        if (only := lines.only) is None:
+            inputs.checked_state(state)
+            inputs.step_number(step)
+            return False
+        line, saver = only
+        is_own = away_bytes is None  # else the loop has called save
+        with (
+            lines.calls.pending(f"record_step({step})", is_own=is_own) as count,
+            lines.consent(lines.exchange(f"{line}, recorded")) as consent,
+        ):
+            state = inputs.checked_state(state)
+            step = inputs.step_number(step)
+            is_kept = saver.defer(state, step, away_bytes=away_bytes, consent=consent)
+            count(is_kept)
+        return is_kept
+
+
+@contextlib.contextmanager
+def _told(exchange: Exchange | None) -> Iterator[None]:
+    """Tell the other processes of an error, or they would wait for this one."""
+    try:
+        yield
+    except Exception as error:
+        if exchange is not None:
+            exchange.fail(BEGUN, error, "begin to save")
+        raise
