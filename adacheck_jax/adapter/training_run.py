@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import functools
 import logging
 import threading
 import time
@@ -60,6 +61,9 @@ from adacheck_jax.store.storage.location import AnyPath, at, located
 from adacheck_jax.update.binding import RecorderArgument, recorders_of
 
 _log = logging.getLogger(__name__)
+
+_PREPARED = "prepared"
+"""Topic of the exchange about the saves of which all processes have taken the state."""
 
 
 @dataclass(slots=True)
@@ -205,11 +209,17 @@ class TrainingRun:
         self._process.enter()
         if isinstance(args.state, PreparedSave):
             return args.state.into(directory)
+        return self._taken(directory, place, args, BEGUN)
+
+    def _taken(
+        self, directory: AnyPath, place: Callable[[], Place], args: SaveArgs, topic: str
+    ) -> tuple[Begun, SaveArgs]:
+        """Takes what is saved out of a state; an error is told to who asks for the topic."""
         final, begin_s = roots.committed_path(directory), self._clock()
         exchange = processes.exchange(final)  # before anything is refused in one process alone
         together = exchange and exchange.watching(self.calls)
         try:
-            with _told(exchange), self._consent(exchange) as consent:
+            with _told(exchange, topic), self._consent(exchange) as consent:
                 if self._neighbours is not None and exchange is not None:
                     with self._meeting:  # before anything that may fail in one of them alone
                         self._neighbours.meet()
@@ -227,14 +237,18 @@ class TrainingRun:
             self.note_gap(is_lost=exchange is not None and args.state is not KEPT)
             raise
 
+    @jax_settings.own()
     def prepare(self, final: AnyPath, args: SaveArgs) -> PreparedSave:
-        """Begin a save, of which :meth:`begin` is told later; by a process alone.
+        """Begin a save, of which :meth:`begin` is told later, in all processes or none.
 
         ``final`` is the directory of the item once it is committed.
         """
-        begun, stored = self.begin(final, lambda: roots.place_of(final, in_step=True), args)
+        self._process.enter()
+        place = functools.partial(roots.place_of, final, in_step=True)
+        begun, stored = self._taken(final, place, args, _PREPARED)
+        self._meet(begun, _PREPARED)
         if not begun.save.is_base:
-            begun.returned_s = self._clock()
+            begun.returned_s, begun.together = self._clock(), None  # nothing is left that may fail
             stored = dataclasses.replace(stored, state=None)  # which may be donated
         return PreparedSave(begun, stored)
 
@@ -297,24 +311,41 @@ class TrainingRun:
         """
         futures: list[ocp.Future] = []
         save = begun.save
-        with self._lock:
-            saver = self._savers[begun.line]
         try:
             if save.is_base:
                 futures = await self._write_base(directory, begun, stored)
-            layout = ArrayLayout(begun.names, stored.ocdbt_target_data_file_size)
-            if begun.together is not None:  # who begins it waits in Orbax for who does not
-                begun.together.agree(BEGUN, {}, lambda _: {})
         except Exception as error:
-            if begun.together is not None:
-                saver.refuse(save, error, is_again=begun.is_again)
-                self.note_gap(is_lost=not begun.is_again)
+            self._refuse(begun, error)
             raise
+        self._meet(begun, BEGUN)
+        layout = ArrayLayout(begun.names, stored.ocdbt_target_data_file_size)
         futures.append(ShareFuture(save, directory, layout, self.left))
         if not begun.returned_s:
-            saver.returns()
+            self._saver_at(begun.line).returns()
             begun.returned_s = self._clock()
         return futures
+
+    def _meet(self, begun: Begun, topic: str) -> None:
+        """Waits until all processes have come as far with a save that they begin.
+
+        Else who goes on waits in Orbax for who does not.
+        """
+        if begun.together is not None:
+            try:
+                begun.together.agree(topic, {}, lambda _: {})
+            except Exception as error:
+                self._refuse(begun, error)
+                raise
+
+    def _refuse(self, begun: Begun, error: Exception) -> None:
+        """Notes that several processes do not go on with a save that was begun."""
+        if begun.together is not None:
+            self._saver_at(begun.line).refuse(begun.save, error, is_again=begun.is_again)
+            self.note_gap(is_lost=not begun.is_again)
+
+    def _saver_at(self, line: Line) -> Saver:
+        with self._lock:
+            return self._savers[line]
 
     async def _write_base(
         self, directory: AnyPath, begun: Begun, stored: SaveArgs
@@ -323,7 +354,7 @@ class TrainingRun:
         save = begun.save
         if save.keeps:
             self._described = dataclasses.replace(stored, state=described(stored.state))
-        with _told(begun.exchange):
+        with _told(begun.exchange, BEGUN):
             futures, begun.entries = await self.stock.write(
                 epath.Path(str(directory)),
                 stored.state,
@@ -558,13 +589,13 @@ class TrainingRun:
 
 
 @contextlib.contextmanager
-def _told(exchange: Exchange | None) -> Iterator[None]:
+def _told(exchange: Exchange | None, topic: str) -> Iterator[None]:
     """Tell the other processes of an error, or they would wait for this one."""
     try:
         yield
     except Exception as error:
         if exchange is not None:
-            exchange.fail(BEGUN, error, "begin to save")
+            exchange.fail(topic, error, "begin to save")
         raise
 
 
