@@ -14,7 +14,7 @@ import functools
 import logging
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 import jax
@@ -45,7 +45,7 @@ from adacheck_jax.memory.files.step_file import FilePlace
 from adacheck_jax.memory.sending.consent import Consent
 from adacheck_jax.plan.options import Options
 from adacheck_jax.save import commit
-from adacheck_jax.save.attempt import BEGUN, Exchange
+from adacheck_jax.save.attempt import BEGUN, Exchange, Report
 from adacheck_jax.save.line.kept import Keeper
 from adacheck_jax.save.one_save import Save
 from adacheck_jax.save.resuming import Newest
@@ -326,13 +326,17 @@ class TrainingRun:
         return futures
 
     def _meet(self, begun: Begun, topic: str) -> None:
-        """Waits until all processes have come as far with a save that they begin.
+        """Waits until all processes have come as far with a save that they begin alike.
 
         Else who goes on waits in Orbax for who does not.
+
+        Raises:
+            AdaCheckError: another process could not, or some save a base and others a delta.
         """
         if begun.together is not None:
+            own, judge = {"is_base": begun.save.is_base}, functools.partial(_alike, begun.final)
             try:
-                begun.together.agree(topic, {}, lambda _: {})
+                begun.together.agree(topic, own, judge)
             except Exception as error:
                 self._refuse(begun, error)
                 raise
@@ -586,6 +590,19 @@ class TrainingRun:
                     for parent in (roots.place_of(each).step for each in needed):
                         if number is not None and parent is not None:
                             self._options.keep_lineage.note(number, parent)
+
+
+def _alike(where: AnyPath, reports: Sequence[Report]) -> Report:
+    """Refuses a step of which some processes save a base, and others a delta."""
+    for process, each in enumerate(reports):
+        if each["is_base"] != reports[0]["is_base"]:
+            one, other = (0, process) if reports[0]["is_base"] else (process, 0)
+            raise AdaCheckError(
+                f"{where}: the {len(reports)} processes did not decide alike: process {one} "
+                f"writes a base, and process {other} does not. The step is not saved. Check that "
+                "all of them see the same root, and that their handlers have the same options."
+            )
+    return {}
 
 
 @contextlib.contextmanager

@@ -98,7 +98,7 @@ RESTORES = {
     "skipped": (DeltaReader, "read_many", damaged, 1),
 }
 if what == "root":
-    with Failing(epath.Path, "mkdir", refused):
+    with Failing(type(epath.Path(own.root)), "mkdir", refused):
         tell("manager", lambda: adacheck.checkpoint_manager(f"{own.root}-refused", run.recorder))
 with adacheck.checkpoint_manager(own.root, run.recorder, max_to_keep=None) as manager:
     for _ in range(3):
