@@ -2,9 +2,9 @@
 
 Usage: alone_worker.py WHAT-FAILING PROCESS PROCESSES PORT ROOT OUT DEVICES
 
-WHAT is what fails in the process FAILING: in a save of step 4 its arguments, a leaf of its state,
-or its look at the step before; or in a restore of step 3 what is named below. Writes to OUT-told
-the error of each call. What comes after that has to succeed in all of them.
+WHAT is what fails in the process FAILING: to make the root; in a save of step 4 its arguments, a
+leaf of its state, or its look at the step before; or in a restore of step 3 what is named below.
+Writes to OUT-told the error of each call. What comes after that has to succeed in all of them.
 """
 
 from __future__ import annotations
@@ -20,6 +20,7 @@ import jax
 import numpy as np
 import optax
 import orbax.checkpoint as ocp
+from etils import epath
 
 import adacheck_jax as adacheck
 from adacheck_jax.adapter.restoring import outcome
@@ -96,6 +97,9 @@ RESTORES = {
     "followed": (Resumer, "follow", MemoryError("too little here")),
     "skipped": (DeltaReader, "read_many", damaged, 1),
 }
+if what == "root":
+    with Failing(type(epath.Path(own.root)), "mkdir", refused):
+        tell("manager", lambda: adacheck.checkpoint_manager(f"{own.root}-refused", run.recorder))
 with adacheck.checkpoint_manager(own.root, run.recorder, max_to_keep=None) as manager:
     for _ in range(3):
         run.advance()

@@ -3,9 +3,10 @@
 Usage: collectives_worker.py OPTIMIZER[-apart] PROCESS PROCESSES PORT ROOT OUT DEVICES
 
 Trains with arrays cut over all devices, and has a second copy of the state on them. Some steps are
-recorded, the others saved. Writes how many comparisons began, and ended, in a call of the training
-loop's, and how many behind its back; restores every step, and compares it with what was saved. With
-``-apart`` process 1 has a leaf more at steps 5 and 7; errors are written too.
+recorded, the others saved; no barrier of a save may be a program on the devices. Writes how many
+comparisons began, and ended, in a call of the training loop's, and how many behind its back;
+restores every step, and compares it with what was saved. With ``-apart`` process 1 has a leaf more
+at steps 5 and 7; errors are written too.
 """
 
 from __future__ import annotations
@@ -22,6 +23,7 @@ from tests.one_process import own  # isort: skip
 import jax
 import numpy as np
 import optax
+from jax.experimental import multihost_utils
 
 import adacheck_jax as adacheck
 from adacheck_jax.proof.second_copy import Following
@@ -46,12 +48,16 @@ def observed(*args: Any) -> Any:
     return findings
 
 
+def on_devices(name: str) -> None:
+    raise AssertionError(f"a barrier on the devices: {name}")
+
+
 def shards(state: Any) -> list[bytes]:
     leaves = jax.tree.leaves(state)
     return [np.asarray(each.data).tobytes() for x in leaves for each in x.addressable_shards]
 
 
-Following._followed = observed
+Following._followed, multihost_utils.sync_global_devices = observed, on_devices
 shadow = adacheck.Shadow(on_devices=True)
 with adacheck.checkpoint_manager(
     own.root, run.recorder, shadow=shadow, max_to_keep=None

@@ -69,3 +69,13 @@ def test_a_save_that_one_process_cannot_begin_fails_in_all(mode, step, error, tm
     for each in (failing, other):
         assert each.pop("recorded") == str(mode == "parent-0")
         assert {*each.values()} == {""}
+
+
+@pytest.mark.slow
+def test_a_root_that_one_process_cannot_make_is_an_error_in_all(tmp_path):
+    failing, other = told("root-0", tmp_path)
+    assert failing.pop("manager") == "PermissionError: [Errno 13] not here"
+    assert other.pop("manager") == "AdaCheckError: PermissionError: [Errno 13] not here"
+    for each in (failing, other):
+        assert each.pop("recorded") == "False"
+        assert {*each.values()} == {""}

@@ -85,9 +85,9 @@ class SaveInFlight:
 
     def may_open(self, step: int) -> bool:
         """True if Orbax may begin a save behind the caller: it has no reason to refuse the step."""
-        is_possible = jax.process_count() == 1 and self._manager._options.enable_async_checkpointing
         newest = self._manager.latest_step()
-        return is_possible and (newest is None or newest < step)
+        is_new = newest is None or newest < step
+        return is_new and self._manager._options.enable_async_checkpointing
 
     def open(self, step: int, own: SaveArgs) -> bool:
         """Takes what is saved out of a state; of a delta the manager's thread does the rest."""

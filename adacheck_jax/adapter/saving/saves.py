@@ -7,9 +7,10 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import functools
 import logging
 import threading
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 import orbax.checkpoint as ocp
@@ -28,7 +29,7 @@ from adacheck_jax.device.trees import PyTree
 from adacheck_jax.errors import AdaCheckError, storage_named
 from adacheck_jax.memory.sending.consent import Consent
 from adacheck_jax.save import commit
-from adacheck_jax.save.attempt import BEGUN, Exchange
+from adacheck_jax.save.attempt import BEGUN, Exchange, Report
 from adacheck_jax.save.one_save import Save
 from adacheck_jax.save.saver import Saver
 from adacheck_jax.schedule.stopwatch import Clock
@@ -38,6 +39,9 @@ from adacheck_jax.store.steps.roots import Line, Place
 from adacheck_jax.store.storage.location import AnyPath
 
 _log = logging.getLogger(__name__)
+
+_PREPARED = "prepared"
+"""Topic of the exchange about the saves of which all processes have taken the state."""
 
 
 @dataclass(slots=True)
@@ -139,15 +143,36 @@ class Saves:
         Returns:
             The save, and the state as it is to be stored with the arguments for Orbax.
         """
-        lines = self._lines
-        lines.process.enter()
+        self._lines.process.enter()
         if isinstance(args.state, PreparedSave):
             return args.state.into(directory)
+        return self._taken(directory, place, args, BEGUN)
+
+    @jax_settings.own()
+    def prepare(self, final: AnyPath, args: SaveArgs) -> PreparedSave:
+        """Begin a save, of which :meth:`begin` is told later, in all processes or none.
+
+        ``final`` is the directory of the item once it is committed.
+        """
+        self._lines.process.enter()
+        place = functools.partial(roots.place_of, final, in_step=True)
+        begun, stored = self._taken(final, place, args, _PREPARED)
+        self._meet(begun, _PREPARED)
+        if not begun.save.is_base:
+            begun.returned_s, begun.together = self._clock(), None  # nothing is left that may fail
+            stored = dataclasses.replace(stored, state=None)  # which may be donated
+        return PreparedSave(begun, stored)
+
+    def _taken(
+        self, directory: AnyPath, place: Callable[[], Place], args: SaveArgs, topic: str
+    ) -> tuple[Begun, SaveArgs]:
+        """Takes what is saved out of a state; an error is told to who asks for the topic."""
+        lines = self._lines
         final, begin_s = roots.committed_path(directory), self._clock()
         exchange = processes.exchange(final)  # before anything is refused in one process alone
         together, is_again = exchange and exchange.watching(lines.calls), args.state is KEPT
         try:
-            with _told(exchange), lines.consent(exchange) as consent:
+            with _told(exchange, topic), lines.consent(exchange) as consent:
                 if exchange is not None:
                     lines.meet()  # before anything that may fail in one of them alone
                 directories.check_writable(directory)
@@ -162,17 +187,6 @@ class Saves:
         except BaseException:
             lines.note_gap(is_lost=exchange is not None and not is_again)
             raise
-
-    def prepare(self, final: AnyPath, args: SaveArgs) -> PreparedSave:
-        """Begin a save, of which :meth:`begin` is told later; by a process alone.
-
-        ``final`` is the directory of the item once it is committed.
-        """
-        begun, stored = self.begin(final, lambda: roots.place_of(final, in_step=True), args)
-        if not begun.save.is_base:
-            begun.returned_s = self._clock()
-            stored = dataclasses.replace(stored, state=None)  # which may be donated
-        return PreparedSave(begun, stored)
 
     def _begin(
         self,
@@ -220,19 +234,38 @@ class Saves:
         try:
             if save.is_base:
                 futures = await self._write_base(directory, begun, stored)
-            layout = ArrayLayout(begun.names, stored.ocdbt_target_data_file_size)
-            if begun.together is not None:  # who begins it waits in Orbax for who does not
-                begun.together.agree(BEGUN, {}, lambda _: {})
         except Exception as error:
-            if begun.together is not None:
-                begun.saver.refuse(save, error, is_again=begun.is_again)
-                self._lines.note_gap(is_lost=not begun.is_again)
+            self._refuse(begun, error)
             raise
+        self._meet(begun, BEGUN)
+        layout = ArrayLayout(begun.names, stored.ocdbt_target_data_file_size)
         futures.append(ShareFuture(save, directory, layout, self.left))
         if not begun.returned_s:
             begun.saver.returns()
             begun.returned_s = self._clock()
         return futures
+
+    def _meet(self, begun: Begun, topic: str) -> None:
+        """Waits until all processes have come as far with a save that they begin alike.
+
+        Else who goes on waits in Orbax for who does not.
+
+        Raises:
+            AdaCheckError: another process could not, or some save a base and others a delta.
+        """
+        if begun.together is not None:
+            own, judge = {"is_base": begun.save.is_base}, functools.partial(_alike, begun.final)
+            try:
+                begun.together.agree(topic, own, judge)
+            except Exception as error:
+                self._refuse(begun, error)
+                raise
+
+    def _refuse(self, begun: Begun, error: Exception) -> None:
+        """Notes that several processes do not go on with a save that was begun."""
+        if begun.together is not None:
+            begun.saver.refuse(begun.save, error, is_again=begun.is_again)
+            self._lines.note_gap(is_lost=not begun.is_again)
 
     async def _write_base(
         self, directory: AnyPath, begun: Begun, stored: SaveArgs
@@ -241,7 +274,7 @@ class Saves:
         save = begun.save
         if save.keeps:
             self._described = dataclasses.replace(stored, state=described(stored.state))
-        with _told(begun.exchange):
+        with _told(begun.exchange, BEGUN):
             futures, begun.entries = await self._stock.write(
                 epath.Path(str(directory)), stored.state, stored.save_args, stored.custom_metadata
             )
@@ -291,12 +324,25 @@ class Saves:
         return is_kept
 
 
+def _alike(where: AnyPath, reports: Sequence[Report]) -> Report:
+    """Refuses a step of which some processes save a base, and others a delta."""
+    for process, each in enumerate(reports):
+        if each["is_base"] != reports[0]["is_base"]:
+            one, other = (0, process) if reports[0]["is_base"] else (process, 0)
+            raise AdaCheckError(
+                f"{where}: the {len(reports)} processes did not decide alike: process {one} "
+                f"writes a base, and process {other} does not. The step is not saved. Check that "
+                "all of them see the same root, and that their handlers have the same options."
+            )
+    return {}
+
+
 @contextlib.contextmanager
-def _told(exchange: Exchange | None) -> Iterator[None]:
+def _told(exchange: Exchange | None, topic: str) -> Iterator[None]:
     """Tell the other processes of an error, or they would wait for this one."""
     try:
         yield
     except Exception as error:
         if exchange is not None:
-            exchange.fail(BEGUN, error, "begin to save")
+            exchange.fail(topic, error, "begin to save")
         raise
