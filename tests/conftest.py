@@ -40,6 +40,26 @@ settings.register_profile("thorough", max_examples=1000, deadline=None)
 settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "default"))
 
 
+COMPILED_FAST = (
+    "--xla_backend_optimization_level=0",
+    "--xla_cpu_use_fusion_emitters=false",
+    "--xla_cpu_parallel_codegen_split_count=1",
+)
+"""Flags by which XLA compiles in a seventh of the time, to programs that are slower.
+
+Programs of pinned updates compute the same bits. Users compile without these flags; so do
+campaigns, and whoever sets an optimization level, as ``.ci/run`` does for tests of what pins an
+update.
+"""
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    """Adds these flags where campaigns are left out, before anything uses JAX."""
+    flags = os.environ["XLA_FLAGS"]  # of the caller, or of a process that has added them
+    if "not campaign" in config.option.markexpr and "xla_backend_optimization_level" not in flags:
+        os.environ["XLA_FLAGS"] = " ".join([flags, *COMPILED_FAST])
+
+
 LONGEST = ("test_docs_code.py", "test_examples.py")
 
 

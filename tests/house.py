@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 import ast
+import functools
 import re
 from pathlib import Path
 
@@ -183,7 +184,12 @@ def _module_of(dotted: str) -> str:
 
 
 MODULES = modules()
-IMPORTS = {name: imports_of(path) for name, path in MODULES.items()}
+
+
+@functools.cache
+def imports() -> dict[str, tuple[set[str], set[str]]]:
+    """What each module imports, of the package and from outside; to read them all takes seconds."""
+    return {name: imports_of(path) for name, path in MODULES.items()}
 
 
 def purpose_of(path: Path) -> str:
@@ -212,7 +218,7 @@ def tables() -> str:
         rows = ["| module | purpose | imports |", "|---|---|---|"]
         for name, path in MODULES.items():
             if room_of(name) == room:
-                inside, outside = IMPORTS[name]
+                inside, outside = imports()[name]
                 own = sorted(x.removeprefix(f"{room}.") for x in inside if room_of(x) == room)
                 others = sorted(x for x in inside if room_of(x) != room)
                 shown = ", ".join(f"`{x}`" for x in [*own, *others, *sorted(outside)]) or "–"

@@ -46,7 +46,9 @@ def parsed(argv: list[str]) -> Arguments:
 
 
 own = parsed(sys.argv[1:])
-os.environ["XLA_FLAGS"] = f"--xla_force_host_platform_device_count={own.devices}"
+os.environ["XLA_FLAGS"] = (
+    os.environ.get("XLA_FLAGS", "") + f" --xla_force_host_platform_device_count={own.devices}"
+)
 
 import jax  # noqa: E402
 

@@ -26,7 +26,9 @@ def measured(module, *, devices=1, **arguments):
     """In a fork: each new process would import JAX."""
     environment = {
         **os.environ,
-        "XLA_FLAGS": f"--xla_force_host_platform_device_count={devices}",
+        "XLA_FLAGS": (
+            f"{os.environ['XLA_FLAGS']} --xla_force_host_platform_device_count={devices}"
+        ),
     }
     with tempfile.TemporaryDirectory() as root:
         given = json.dumps({"root": root, **arguments})

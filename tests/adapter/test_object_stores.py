@@ -66,6 +66,7 @@ def kinds_of(root):
 
 
 @pytest.mark.slow
+@pytest.mark.first(1)
 def test_steps_are_saved_retained_and_restored_on_other_meshes(root, caplog):
     caplog.set_level("INFO", logger="adacheck_jax.store.retention")
     run = dict_run(mesh_of((2, 2)))

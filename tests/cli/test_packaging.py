@@ -24,7 +24,7 @@ LARGE = {"jax", "jaxlib", "numba", "orbax", "flax", "optax", "tensorstore"}
 @pytest.fixture(scope="module")
 def root(tmp_path_factory):
     path = tmp_path_factory.mktemp("steps")
-    unpack(ROOT / "tests/data/v6", path)
+    unpack(ROOT / "tests/data/v9", path)
     return path / "replayed"
 
 

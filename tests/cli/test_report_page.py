@@ -31,18 +31,18 @@ async def check_quiet(page, path):
 
 
 @pytest.mark.parametrize(
-    "report",
+    ("made", "given"),
     [
-        many_steps(),
-        many_steps(7, 3),
-        many_steps(1, 1),
-        small((StepSummary(None, "x", None, error="no manifest"),)),
-        small((StepSummary(4, HOSTILE, "base", metrics={HOSTILE: 1.0}, error=HOSTILE),)),
+        (many_steps, ()),
+        (many_steps, (7, 3)),
+        (many_steps, (1, 1)),
+        (small, ((StepSummary(None, "x", None, error="no manifest"),),)),
+        (small, ((StepSummary(4, HOSTILE, "base", metrics={HOSTILE: 1.0}, error=HOSTILE),),)),
     ],
     ids=["many", "few", "one", "no number", "hostile"],
 )
-def test_a_page_loads_nothing_runs_nothing_and_fits_its_screen(tmp_path, report):
-    path = written(tmp_path, report)
+def test_a_page_loads_nothing_runs_nothing_and_fits_its_screen(tmp_path, made, given):
+    path = written(tmp_path, made(*given))
 
     async def visit(page):
         for width, height in SCREENS:

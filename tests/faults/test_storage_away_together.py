@@ -70,7 +70,7 @@ def check(path: Path, lost: tuple[int, ...] = (), root: str = "") -> dict[int, l
     return held
 
 
-@pytest.mark.first(0, slow=2)
+@pytest.mark.first(0, slow=1)
 @pytest.mark.parametrize("mode", REFUSED)
 def test_what_storage_refuses_one_process_all_write_again(mode, tmp_path):
     found, first = run_of(mode, tmp_path), 5 if "base" in mode else 3
@@ -141,8 +141,8 @@ def test_what_is_lost_is_raised_in_all_processes(tmp_path):
     check(tmp_path, lost=(4, 5, 6, 7))
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("mode", ["pack-1-refuse-leaf", "pack-0-hang-leaf"])
+@pytest.mark.first(0, slow=1)
+@pytest.mark.parametrize("mode", ["pack-0-hang-leaf", "pack-1-refuse-leaf"])
 def test_a_step_that_one_process_cannot_keep_is_an_error_in_all(mode, tmp_path):
     told = [[*each["errors"].values()] for each in run_of(mode, tmp_path)]
     (other,), (own,) = told

@@ -408,7 +408,9 @@ def muon_steps(tmp_path_factory):
 def restored_by(root, devices, shape, mode):
     """Restores the last step in a process that has another number of devices."""
     environment = os.environ | {
-        "XLA_FLAGS": f"--xla_force_host_platform_device_count={devices}",
+        "XLA_FLAGS": (
+            f"{os.environ['XLA_FLAGS']} --xla_force_host_platform_device_count={devices}"
+        ),
         "PYTHONPATH": str(Path(__file__).parents[2]),
     }
     return subprocess.run(
