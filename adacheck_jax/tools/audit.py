@@ -131,10 +131,15 @@ def verify_root(
     replay: bool = False,
     progress: Progress = quiet,
 ) -> RootReport:
-    """Verify the structure of the steps under a root, and more of them if that is asked for.
+    """Verify the steps under a root.
 
-    No number stands for all steps, and no item for all items. ``replay`` is True to recompute each
-    step.
+    Args:
+        root: the directory given to the checkpoint manager.
+        number: step number, None for all steps; below zero a place counted from the newest.
+        item: name of the item directory, None for all items.
+        read_data: True to read every stored byte; the structure of each step is always checked.
+        replay: True to recompute each step.
+        progress: callback before each step.
 
     Returns:
         The report. Steps that were deleted meanwhile have a number in it, and no row.

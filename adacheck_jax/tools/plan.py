@@ -7,6 +7,7 @@ the content of arrays are not in them: equal leaves, unchanged leaves, runs of z
 
 from __future__ import annotations
 
+import dataclasses
 import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -126,39 +127,14 @@ def redundancy_report(
     types, bindings = leaf_types(named), None
     if recorder is not None:
         bindings = bind_all(recorders_of(recorder), types, params_path)
-    counts, consumed, computed = _roles_of(types, bindings, params_path)
-    process_count = max(each.process_count for each in placed.values())
-    if domains is not None and not 1 <= domains <= process_count:
-        raise ValueError(
-            f"expected domains from 1 to {process_count}, the processes, found {domains}"
-        )
-    survival = None
-    if bindings is not None:
-        domains = domains or process_count
-        survival = survival_of(named, bindings, process_count, devices_per_process, domains, copies)
-
-    def total_bytes(paths: Iterable[str]) -> int:
-        return sum(placed[path].leaf_bytes for path in paths)
-
-    held = placed.keys() - counts - consumed  # without what the Recorder adds
-    base_bytes, delta_bytes = total_bytes(placed), total_bytes(placed.keys() - computed)
-    record_bytes, has_deltas = total_bytes(consumed), bool(counts)
-    mean_bytes = (base_bytes + max_deltas * delta_bytes) / (1 + max_deltas)
-    return RedundancyReport(
-        device_count=max(each.device_count for each in placed.values()),
-        process_count=process_count,
-        leaf_count=len(placed),
-        held_bytes=sum(placed[path].held_bytes for path in held),
-        state_bytes=total_bytes(held),
-        base_bytes=base_bytes,
-        delta_bytes=delta_bytes if has_deltas else None,
-        computed_bytes=total_bytes(computed) if has_deltas else None,
-        record_bytes=record_bytes if has_deltas else None,
-        other_bytes=delta_bytes - record_bytes if has_deltas else None,
-        max_deltas=max_deltas,
-        amortised_bytes=mean_bytes if has_deltas else None,
-        survival=survival,
-    )
+    report = _totals(placed, _roles_of(types, bindings, params_path), max_deltas)
+    count = report.process_count
+    if domains is not None and not 1 <= domains <= count:
+        raise ValueError(f"expected domains from 1 to {count}, the processes, found {domains}")
+    if bindings is None:
+        return report
+    found = survival_of(named, bindings, count, devices_per_process, domains or count, copies)
+    return dataclasses.replace(report, survival=found)
 
 
 @dataclass(frozen=True, slots=True)
@@ -260,3 +236,32 @@ def _roles_of(
         computed.update(recorded_params(nodes, types, params_path))
     consumed = {path for kind in kinds for path in kind.values()}
     return {each.count for each in nodes}, consumed, computed
+
+
+def _totals(
+    placed: Mapping[str, _Placed], roles: tuple[set[str], set[str], set[str]], max_deltas: int
+) -> RedundancyReport:
+    """The sums over all leaves; nothing is said yet of what survives."""
+    counts, consumed, computed = roles
+
+    def total_bytes(paths: Iterable[str]) -> int:
+        return sum(placed[path].leaf_bytes for path in paths)
+
+    held = placed.keys() - counts - consumed  # without what the Recorder adds
+    base_bytes, delta_bytes = total_bytes(placed), total_bytes(placed.keys() - computed)
+    record_bytes, has_deltas = total_bytes(consumed), bool(counts)
+    mean_bytes = (base_bytes + max_deltas * delta_bytes) / (1 + max_deltas)
+    return RedundancyReport(
+        device_count=max(each.device_count for each in placed.values()),
+        process_count=max(each.process_count for each in placed.values()),
+        leaf_count=len(placed),
+        held_bytes=sum(placed[path].held_bytes for path in held),
+        state_bytes=total_bytes(held),
+        base_bytes=base_bytes,
+        delta_bytes=delta_bytes if has_deltas else None,
+        computed_bytes=total_bytes(computed) if has_deltas else None,
+        record_bytes=record_bytes if has_deltas else None,
+        other_bytes=delta_bytes - record_bytes if has_deltas else None,
+        max_deltas=max_deltas,
+        amortised_bytes=mean_bytes if has_deltas else None,
+    )
