@@ -57,7 +57,7 @@ def test_a_report_changes_nothing_under_the_root(run):
 def test_bytes_are_those_of_stats_and_of_the_state(run):
     root, _, report = run
     assert report.statistics == statistics_of(root)
-    leaves = Walk(root).lineage(STEPS - 1).base.leaves
+    leaves = Walk(root).lineages[STEPS - 1].base.leaves
     added = [leaf for leaf in leaves if re.search("adacheck_(record|passed)", leaf.path)]
     whole = sum(leaf.nbytes for leaf in leaves)
     assert 0 < sum(leaf.nbytes for leaf in added) == whole - report.state_bytes
