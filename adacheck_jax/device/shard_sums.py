@@ -21,7 +21,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from adacheck_jax.device import transfer
 from adacheck_jax.device.loops import shard_tables, xla_call
 from adacheck_jax.device.loops.programs import Place, Program, Result
-from adacheck_jax.device.sharding import boxes_by_device
+from adacheck_jax.device.sharding import boxes_by_device, is_on_one_device_here
 from adacheck_jax.format.boxes import Box
 from adacheck_jax.format.fingerprint import from_words, weights
 
@@ -51,7 +51,7 @@ class Summing:
                 on_mesh.setdefault(mesh, {})[i] = array.sharding
                 continue
             # Any other sharding: its shards need not be of one shape, so each goes by itself.
-            is_whole = array.is_fully_addressable and len(array.sharding.device_set) == 1
+            is_whole = is_on_one_device_here(array.sharding)
             for position, shard in enumerate(array.addressable_shards):
                 box = Box.from_slices(shard.index or (), array.shape)
                 entry = (i, None if is_whole else position, box)

@@ -116,6 +116,11 @@ def has_replicas(sharding: jax.sharding.Sharding, shape: tuple[int, ...]) -> boo
     return any(len(each) > 1 for each in holders_of(sharding, shape).values())
 
 
+def is_on_one_device_here(sharding: Any) -> bool:
+    """True if arrays of a sharding are their only shard, on a device of this process."""
+    return len(sharding.device_set) == 1 and sharding.is_fully_addressable
+
+
 def is_local(array: Any) -> bool:
     """True if every process of the program has an array of its own for this leaf.
 

@@ -19,7 +19,7 @@ import numpy as np
 
 from adacheck_jax.device.background import in_background
 from adacheck_jax.device.lead import Ranks, nearest
-from adacheck_jax.device.sharding import Holder, devices_of, holder_of
+from adacheck_jax.device.sharding import Holder, devices_of, holder_of, is_on_one_device_here
 from adacheck_jax.errors import StorageError
 from adacheck_jax.format.boxes import Blocks, Box
 
@@ -93,9 +93,7 @@ def picks_of(array: Any, wanted: Sequence[Box], ranks: Ranks | None = None) -> t
         ranks: distances of devices from the lead, of which the nearest is chosen among several
             replicas; without them the first is.
     """
-    if not isinstance(array, jax.Array) or (
-        len(array.sharding.device_set) == 1 and array.is_fully_addressable
-    ):
+    if not isinstance(array, jax.Array) or is_on_one_device_here(array.sharding):
         return tuple((box, None, box.slices) for box in wanted)
     held: dict[Box, dict[Holder, int]] = {}
     for position, shard in enumerate(array.addressable_shards):
@@ -357,7 +355,7 @@ def held(array: Any) -> Callable[[], Any]:
         return lambda: copied
     shape, sharding, dtype = array.shape, array.sharding, array.dtype
     # A view keeps XLA from reusing the buffer.
-    if _is_on_one_device_here(sharding):
+    if is_on_one_device_here(sharding):
         view = np.asarray(array)
         return lambda: jax.device_put(view, sharding)
     views = [(each.device, np.asarray(each.data)) for each in array.addressable_shards]
@@ -390,7 +388,7 @@ def place_all(
             change afterwards: the array may use their memory.
     """
     result: list[Any] = [None] * len(wanted)
-    alone = [i for i, each in enumerate(wanted) if _is_on_one_device_here(each.sharding)]
+    alone = [i for i, each in enumerate(wanted) if is_on_one_device_here(each.sharding)]
     blocks = [read(i, Box.full(wanted[i].shape)) for i in alone]
     placed = jax.device_put(blocks, [wanted[i].sharding for i in alone])
     for i, array in zip(alone, placed, strict=True):
@@ -399,10 +397,6 @@ def place_all(
         if result[i] is None:
             result[i] = place(each, functools.partial(read, i))
     return result
-
-
-def _is_on_one_device_here(sharding: Any) -> bool:
-    return len(sharding.device_set) == 1 and sharding.is_fully_addressable
 
 
 def place(wanted: jax.ShapeDtypeStruct, read: Callable[[Box], np.ndarray]) -> jax.Array:

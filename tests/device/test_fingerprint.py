@@ -301,8 +301,7 @@ def test_shards_of_unequal_shapes_are_fingerprinted_one_by_one():
     uneven = SimpleNamespace(
         shape=array.shape,
         dtype=array.dtype,
-        sharding=None,
-        is_fully_addressable=False,
+        sharding=SimpleNamespace(device_set={*jax.devices()}, is_fully_addressable=False),
         addressable_shards=shards,
     )
     sums = device_sums({5: uneven}).sums()[5]

@@ -73,8 +73,9 @@ class RecordLog(StepFile):
         self._places, self._state_bytes = self._placed(self._leaves, 0)
         replayed = structure.computed - update.stored
         received = [i for i in self._leaves if i not in replayed]
-        self._record_bytes = self._placed(received, 0)[1] + _head_bytes(received)
-        self._end = self._state_bytes
+        head = framed({"head": [[], [], received]})  # about what a step's is
+        self._record_bytes = self._placed(received, 0)[1] + aligned(len(head))
+        self._end = self._reserved_bytes = self._state_bytes
         header_bytes = 1024 + LEAF_HEADER_BYTES * len(structure.leaves) * (2 if place.run else 1)
         sizes = self._description_bytes, header_bytes
         least = ShadowFile(place.path, *sizes, 0).size_bytes
@@ -87,10 +88,6 @@ class RecordLog(StepFile):
     @property
     def _layout(self) -> str:
         return f"{self._places} {self.file.size_bytes}"
-
-    def create(self) -> None:
-        """Make the file, with memory for a state; see :meth:`StepFile.create`."""
-        self._create(self._state_bytes)
 
     def is_filled(self, ahead: int = 0) -> bool:
         """True if a new state is due, after which there is room again.
@@ -187,8 +184,3 @@ class RecordLog(StepFile):
             records.append(replace(told, blocks=self._views(places)))
             changed |= self._changed(records[-1].blocks, begin)
         return Found(header["step"], state, header["sums"], changed, records=records)
-
-
-def _head_bytes(leaves: Sequence[int]) -> int:
-    """Bytes that tell what a step stores, about."""
-    return aligned(len(framed({"head": [[], [], [*leaves]]})))

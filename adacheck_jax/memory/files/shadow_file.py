@@ -122,14 +122,6 @@ class ShadowFile:
         os.posix_fallocate(self._descriptor, 0, self._data_at + stop)
 
     @property
-    def found_bytes(self) -> int:
-        """Length of the file that is there already; 0 if there is none."""
-        try:
-            return self.path.stat().st_size
-        except OSError:
-            return 0
-
-    @property
     def is_open(self) -> bool:
         """True if the data can be read and written."""
         return bool(self._memory.size)

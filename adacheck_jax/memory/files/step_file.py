@@ -212,6 +212,8 @@ class StepFile:
 
     kind = ""
     file: ShadowFile
+    _reserved_bytes: int | None = None
+    """Bytes of the data that have memory once it is made; None for all of them."""
 
     def __init__(
         self, place: FilePlace, structure: Structure, update: ExportedUpdate, held: Held
@@ -235,10 +237,8 @@ class StepFile:
         Raises:
             ShadowFileError: it cannot be had.
         """
-        self._create()
-
-    def _create(self, reserved_bytes: int | None = None) -> None:
-        self.file.create({**self._description(), "bytes": self.file.size_bytes}, reserved_bytes)
+        told = {**self._description(), "bytes": self.file.size_bytes}
+        self.file.create(told, self._reserved_bytes)
 
     def open(self) -> None:
         """Take the file that another process has left.
@@ -246,7 +246,7 @@ class StepFile:
         Raises:
             ShadowFileError: there is none, or it is of something else.
         """
-        found, found_bytes = self.file.open(), self.file.found_bytes
+        found, (found_bytes, _) = self.file.open(), self.place.found_bytes
         size_bytes = found.get("bytes", found_bytes)
         try:
             if size_bytes == found_bytes:

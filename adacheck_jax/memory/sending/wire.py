@@ -78,7 +78,8 @@ class Received(Mapping[int, Blocks]):
     def _arrived(self) -> dict[int, dict[Box, np.ndarray]]:
         found = dict[int, dict[Box, np.ndarray]]()
         for lanes, pieces in zip(self.rows.result() or (), self._plan.received, strict=False):
-            rows = [{x.dtype.itemsize: x for x in map(_flat, lane)} for lane in lanes]
+            arrays = ([np.asarray(row).reshape(-1) for row in lane] for lane in lanes)
+            rows = [{x.dtype.itemsize: x for x in lane} for lane in arrays]
             for each in pieces:
                 words = rows[each.lane][each.width][each.start : each.start + each.count]
                 block = words.view(self._plan.dtypes[each.leaf]).reshape(each.box.shape)
@@ -186,7 +187,3 @@ class Wire:
             made = plans.plan_of(snapshot, parts, leaves)
             self._plans[key] = (structure, update), made
         return self._plans[key][1]
-
-
-def _flat(row: Any) -> np.ndarray:
-    return np.asarray(row).reshape(-1)
