@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import functools
 import threading
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
 from typing import Any
 
@@ -108,7 +108,23 @@ def picks_of(array: Any, wanted: Sequence[Box], ranks: Ranks | None = None) -> t
     return tuple(picks)
 
 
-class Staged(Mapping[int, Blocks]):
+class Arriving(Mapping[int, Blocks]):
+    """Boxes of arrays by leaf index, of which nothing but access to an array waits."""
+
+    _known: Collection[int]
+    """The leaf indices."""
+
+    def __contains__(self, index: object) -> bool:
+        return index in self._known
+
+    def __iter__(self) -> Iterator[int]:
+        return iter([*self._known])  # another thread may take one out
+
+    def __len__(self) -> int:
+        return len(self._known)
+
+
+class Staged(Arriving):
     """Boxes of arrays on their way to the host; access to an array waits for its boxes.
 
     Args:
@@ -117,7 +133,7 @@ class Staged(Mapping[int, Blocks]):
     """
 
     def __init__(self, arrays: Mapping[int, Any], picks: Mapping[int, Sequence[Pick]]) -> None:
-        self._arrays = {**arrays}
+        self._arrays = self._known = {**arrays}
         self._picks = picks
         self._taken: dict[int, list[tuple[Box, Any, tuple[slice, ...]]]] = {}
         self._blocks: dict[int, Blocks] = {}
@@ -164,15 +180,6 @@ class Staged(Mapping[int, Blocks]):
                 self._arrays[index] = None
             return self._blocks[index]
 
-    def __contains__(self, index: object) -> bool:
-        return index in self._arrays
-
-    def __iter__(self) -> Iterator[int]:
-        return iter([*self._arrays])
-
-    def __len__(self) -> int:
-        return len(self._arrays)
-
     def popitem(self) -> tuple[int, Blocks]:
         """Takes out the blocks of one array."""
         with self._lock:
@@ -182,7 +189,7 @@ class Staged(Mapping[int, Blocks]):
             return index, blocks
 
 
-class Joined(Mapping[int, Blocks]):
+class Joined(Arriving):
     """Boxes of arrays that are staged in several groups.
 
     Args:
@@ -190,22 +197,13 @@ class Joined(Mapping[int, Blocks]):
     """
 
     def __init__(self, groups: Mapping[int, Mapping[int, Blocks]]) -> None:
-        self._group = {**groups}
+        self._groups = self._known = {**groups}
 
     def __getitem__(self, index: int) -> Blocks:
-        return self._group[index][index]
-
-    def __contains__(self, index: object) -> bool:
-        return index in self._group
-
-    def __iter__(self) -> Iterator[int]:
-        return iter(self._group)
-
-    def __len__(self) -> int:
-        return len(self._group)
+        return self._groups[index][index]
 
 
-class Merged(Mapping[int, Blocks]):
+class Merged(Arriving):
     """Boxes of arrays, with further boxes of some of them that are staged apart.
 
     Args:
@@ -215,20 +213,11 @@ class Merged(Mapping[int, Blocks]):
 
     def __init__(self, blocks: Mapping[int, Blocks], others: Mapping[int, Blocks]) -> None:
         self._blocks, self._others = blocks, others
-        self._indices = {**dict.fromkeys(blocks), **dict.fromkeys(others)}
+        self._known = {**dict.fromkeys(blocks), **dict.fromkeys(others)}
 
     def __getitem__(self, index: int) -> Blocks:
         found = self._blocks.get(index, {})
         return {**found, **self._others[index]} if index in self._others else found
-
-    def __contains__(self, index: object) -> bool:
-        return index in self._indices
-
-    def __iter__(self) -> Iterator[int]:
-        return iter(self._indices)
-
-    def __len__(self) -> int:
-        return len(self._indices)
 
 
 def stage(arrays: Mapping[int, Any], picks: Mapping[int, Sequence[Pick]]) -> Staged:

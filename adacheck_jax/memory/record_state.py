@@ -10,11 +10,7 @@ from collections.abc import Sequence
 from adacheck_jax.memory.files.record_log import RecordLog
 from adacheck_jax.memory.files.shadow_file import ShadowFileError
 from adacheck_jax.memory.files.step_file import StepChange, StepFile
-from adacheck_jax.memory.holdings import Held
-from adacheck_jax.memory.peers import Peers
 from adacheck_jax.memory.shadow_state import NOT_SENT, Followed, ShadowStep
-from adacheck_jax.state.exported_update import ExportedUpdate
-from adacheck_jax.state.snapshot import Structure
 from adacheck_jax.update.elements.host_fold import UnfitError
 
 _log = logging.getLogger(__name__)
@@ -23,20 +19,19 @@ _log = logging.getLogger(__name__)
 class RecordState(Followed):
     """The steps of a run, stored as they were received; it compares none of them."""
 
+    journal: RecordLog | None
     told_until = "No later step can be recovered from memory, until the next base"
 
-    def __init__(
-        self,
-        structure: Structure,
-        update: ExportedUpdate,
-        held: Held,
-        log: RecordLog,
-        *,
-        is_there: bool = False,
-        peers: Peers | None = None,
-    ) -> None:
-        self._log = log
-        super().__init__(structure, update, held, log, is_there=is_there, peers=peers)
+    @property
+    def _log(self) -> RecordLog:
+        """The file.
+
+        Raises:
+            ShadowFileError: there is none.
+        """
+        if self.journal is None:
+            raise ShadowFileError("the state lies in no file")
+        return self.journal
 
     def wants_base(self, ahead: int) -> str:
         """See :class:`Followed`."""
@@ -44,18 +39,16 @@ class RecordState(Followed):
         return "memory for the records since the last base is used up" if is_filled else ""
 
     def _prepare(self) -> None:
-        if self._make_file():
-            self._log.ready()
+        self._make_file()
 
     def _load(self, begun: ShadowStep) -> None:
-        if self.journal is None:
-            raise ShadowFileError("the state lies in no file")
+        log = self._log
         # Until all of it is here the file keeps the step that it has.
         sums, blocks = begun.sums(), {i: begun.blocks[i] for i in begun.blocks}
         self._drop(begun.lost(), NOT_SENT)
-        self._log.lift()
-        self._folded = begun.number, self._log.put_state(blocks)  # which holders of copies compare
-        self._log.begin(begun.number, (), sums, bad=self._bad)
+        log.lift()
+        self._folded = begun.number, log.put_state(blocks)  # which holders of copies compare
+        log.begin(begun.number, (), sums, bad=self._bad)
 
     def _move(self, change: StepChange, step: ShadowStep) -> Sequence[int] | None:
         if self._peers is not None and not self._is_gated:

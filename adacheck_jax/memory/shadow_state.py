@@ -127,10 +127,10 @@ class Followed:
     ) -> Mapping[int, Blocks] | None:
         """Copies what this process has of a step; None where that cannot be had."""
 
-    def _make_file(self) -> bool:
-        """Makes the file where it is not there; False if none can be had, which is told."""
+    def _make_file(self) -> None:
+        """Makes the file where it is not there; where it cannot be had, that is told."""
         if (journal := self.journal) is None or self._is_there:
-            return True
+            return
         try:
             try:
                 journal.create()
@@ -145,8 +145,6 @@ class Followed:
                 "its state is read from storage.",
                 error,
             )
-            return False
-        return True
 
     def resume(self) -> Found:
         """Takes the state that lies in the file; see :meth:`Journal.resume`."""

@@ -8,7 +8,7 @@ A process that consented sends, also if its save fails after that.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any
 
@@ -27,7 +27,7 @@ from adacheck_jax.state.snapshot import Snapshot
 _REMEMBERED = 8
 
 
-class Received(Mapping[int, Blocks]):
+class Received(transfer.Arriving):
     """Boxes of other processes on their way here, by leaf; zeros for those that do not come.
 
     Args:
@@ -39,12 +39,12 @@ class Received(Mapping[int, Blocks]):
 
     def __init__(self, plan: SendPlan) -> None:
         self.rows, self._plan = Future[Sequence[Any] | None](), plan
-        self._leaves = {each.leaf for pieces in plan.received for each in pieces}
+        self._known = {each.leaf for pieces in plan.received for each in pieces}
         self._blocks: dict[int, dict[Box, np.ndarray]] | None = None
 
     def joined(self, blocks: Mapping[int, Blocks]) -> Mapping[int, Blocks]:
         """These boxes beside those that this process has, of the same leaves."""
-        self._leaves |= self._plan.kept.keys() & {*blocks}
+        self._known = {*self._known, *(self._plan.kept.keys() & {*blocks})}
         return transfer.Merged(blocks, self)
 
     def lost(self) -> set[int]:
@@ -57,15 +57,6 @@ class Received(Mapping[int, Blocks]):
         found, nothing = self._found().get(leaf, {}), np.zeros((), self._plan.dtypes[leaf])
         every = (box for _, box in self._plan.kept[leaf])
         return {x: found[x] if x in found else np.broadcast_to(nothing, x.shape) for x in every}
-
-    def __contains__(self, leaf: object) -> bool:
-        return leaf in self._leaves
-
-    def __iter__(self) -> Iterator[int]:
-        return iter(sorted(self._leaves))
-
-    def __len__(self) -> int:
-        return len(self._leaves)
 
     def _found(self) -> Mapping[int, Blocks]:
         if self._blocks is None:
