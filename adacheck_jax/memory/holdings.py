@@ -73,14 +73,14 @@ class Held:
 
     def to_json(self) -> Any:
         """A description that :meth:`of_json` reads."""
-        copies = {str(owner): to_json(each) for owner, each in self.copies.items()}
-        return {"own": to_json(self.own), "copies": copies}
+        copies = {str(owner): _to_json(each) for owner, each in self.copies.items()}
+        return {"own": _to_json(self.own), "copies": copies}
 
     @classmethod
     def of_json(cls, found: Any) -> Held:
         """The boxes of a description; who else has copies is not in it."""
-        copies = {int(owner): of_json(each) for owner, each in found["copies"].items()}
-        return cls(of_json(found["own"]), copies)
+        copies = {int(owner): _of_json(each) for owner, each in found["copies"].items()}
+        return cls(_of_json(found["own"]), copies)
 
 
 def whole(structure: Structure) -> Held:
@@ -344,8 +344,8 @@ def _frozen(found: Mapping[int, Sequence[Box]]) -> dict[int, tuple[Box, ...]]:
     return {i: tuple(found[i]) for i in sorted(found)}
 
 
-def to_json(boxes: Boxes) -> Any:
-    """A description that :func:`of_json` reads."""
+def _to_json(boxes: Boxes) -> Any:
+    """A description that :func:`_of_json` reads."""
     return {
         str(i): [[*zip(b.start, b.stop, strict=True)] for b in each] for i, each in boxes.items()
     }
@@ -361,7 +361,7 @@ def numbers_of_json(found: Any) -> dict[LeafBox, Any]:
     return {(i, Box(tuple(a), tuple(b))): number for i, a, b, number in found}
 
 
-def of_json(found: Any) -> dict[int, tuple[Box, ...]]:
+def _of_json(found: Any) -> dict[int, tuple[Box, ...]]:
     """The boxes of a description."""
 
     def box(pairs: Sequence[tuple[int, int]]) -> Box:

@@ -7,7 +7,7 @@ file is further than the gate, and none has folded away what another one still s
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -63,23 +63,15 @@ class Peers:
     gate: Gate
 
 
-def report(
-    sums: Mapping[int, int], own: Mapping[str, str], copies: Mapping[str, str], folded: int | None
-) -> Report:
-    """The report of one process on a step that it has stored.
+def judged(reports: Sequence[Report]) -> Report:
+    """The answer to all: fingerprints of the step, and pairs of owner and holder of bad copies.
 
     Args:
-        sums: its contribution to the fingerprint of each leaf.
-        own: digests of its boxes, as they were folded last, by the holder of their copies.
-        copies: digests of the copies that it holds, by the owner.
-        folded: number of the step that the digests are of; None for none.
+        reports: what each process tells of a step that it has stored: ``sums``, contributions to
+            the fingerprints of the leaves; ``own``, digests of its boxes, as they were folded last,
+            by the holder of their copies; ``copies``, digests of the copies that it holds, by the
+            owner; ``folded``, number of the step that the digests are of, None for none.
     """
-    told = [value for _, value in sorted(sums.items())]
-    return {"sums": told, "own": dict(own), "copies": dict(copies), "folded": folded}
-
-
-def judged(reports: Sequence[Report]) -> Report:
-    """The answer to all: fingerprints of the step, and pairs of owner and holder of bad copies."""
     columns = zip(*(each["sums"] for each in reports), strict=True)
     bad = [
         (owner, int(holder))

@@ -24,7 +24,7 @@ from adacheck_jax.memory.files.journal import Journal
 from adacheck_jax.memory.files.shadow_file import ShadowFileError
 from adacheck_jax.memory.files.step_file import Found, StepChange, StepFile, remove_others
 from adacheck_jax.memory.holdings import Held, LeafBox, OfBoxes
-from adacheck_jax.memory.peers import Peers, judged, report
+from adacheck_jax.memory.peers import Peers, judged
 from adacheck_jax.state.exported_update import ExportedUpdate
 from adacheck_jax.state.snapshot import Structure
 from adacheck_jax.update.elements.host_fold import HostFold, UnfitError
@@ -225,8 +225,13 @@ class Followed:
         else:
             last, found = self._folded or (None, {})
             copies = {i: each for i, each in held.copies.items() if i not in self._bad}
-            own, kept = (holdings.digests_of(each, found) for each in (held.elsewhere, copies))
-            answer = peers.gate.agree(step.number, report(sums, own, kept, last), judged)
+            report = {
+                "sums": [value for _, value in sorted(sums.items())],
+                "own": holdings.digests_of(held.elsewhere, found),
+                "copies": holdings.digests_of(copies, found),
+                "folded": last,
+            }
+            answer = peers.gate.agree(step.number, report, judged)
         if isinstance(answer, str):
             self._is_gated = False
             if journal is not None:

@@ -161,10 +161,11 @@ def test_a_copy_that_differs_is_told_with_owner_and_holder(at):
     sums, other = {(0, Box((0,), (5,))): 17}, {(0, Box((0,), (5,))): 18}
     own = digests_of(boxes, other if at == "own" else sums)
     copies = digests_of({0: boxes[1]}, other if at == "copies" else sums)
-    first = peers.report({0: 3}, own, {}, 6)
-    reports = [first, peers.report({0: 4}, {}, copies, 6)]
+    first = {"sums": [3], "own": own, "copies": {}, "folded": 6}
+    second = {"sums": [4], "own": {}, "copies": copies, "folded": 6}
+    reports = [first, second]
     assert peers.judged(reports) == {"sums": [7], "bad": [(0, 1)]}
-    late = [first, peers.report({0: 4}, {}, copies, 5)]  # of another step: nothing is known
+    late = [first, second | {"folded": 5}]  # of another step: nothing is known
     assert peers.judged(late) == {"sums": [7], "bad": []}
 
 
