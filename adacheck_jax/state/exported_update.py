@@ -112,7 +112,7 @@ class ExportedUpdate:
         sizes = (math.prod(structure.leaves[i].shape) for i in self.compared(structure))
         return max(sizes, default=0) <= WHOLE_ELEMENTS
 
-    @property
+    @functools.cached_property
     def stored(self) -> frozenset[int]:
         """The computed leaves that a delta stores wherever they changed."""
         return self.unreplayed.union(self.passed)
