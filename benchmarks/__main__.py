@@ -92,8 +92,6 @@ def growth(is_full: bool) -> list[dict[str, Any]]:
         add("arrays", arrays, leaves=max(1, arrays // 4), only=[DELTA, STOCK, FLOOR])
     for devices in [1, 2, 4, 8] if is_full else [4]:
         add("devices", devices, devices=devices)
-    for processes in [1, 2, 4] if is_full else []:
-        add("processes", processes, processes=processes)
     depth = 200 if is_full else 20
     found = child.measure("lineages", params=1_000_000, leaves=20, depth=depth, pieces=3)
     rows += [
@@ -101,6 +99,17 @@ def growth(is_full: bool) -> list[dict[str, Any]]:
         for row in found["rows"]
     ]
     return rows
+
+
+def processes(is_full: bool) -> list[dict[str, Any]]:
+    """100 MB in 301 arrays, cut over the devices of several processes."""
+    size = {"params": 8_300_000, "leaves": 100, "rounds": 4 if is_full else 1, "saves": 4}
+    counts = [1, 2, 4] if is_full else [2]
+    return [
+        {"of": "processes", "at": count, "costs": found["costs"]}
+        for count in counts
+        for found in [child.measure("saves", processes=count, only=[DELTA, STOCK], **size)]
+    ]
 
 
 def pinning(is_full: bool) -> list[Any]:
@@ -175,6 +184,7 @@ MEASUREMENTS = {
     "fingerprints": fingerprints,
     "stores": stores,
     "growth": growth,
+    "processes": processes,
     "hosts": hosts,
 }
 

@@ -13,7 +13,6 @@ SHARED_MODULE_NAMES = {
     "options",
     "plan",
     "records",
-    "restoring",
     "rules",
     "transform",
 }

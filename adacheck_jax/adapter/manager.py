@@ -20,7 +20,7 @@ from orbax.checkpoint.checkpoint_managers import (
 )
 
 from adacheck_jax.adapter import directories, processes
-from adacheck_jax.adapter.away.manager import AdaCheckManager
+from adacheck_jax.adapter.away.orbax_manager import AdaCheckManager
 from adacheck_jax.adapter.handler import AdaCheckHandler, HandlerOptions
 from adacheck_jax.plan.options import Shadow
 from adacheck_jax.save.attempt import Report

@@ -273,6 +273,7 @@ _TABLES: dict[str, tuple[str, Any]] = {
     "handover": ("Memory of exports and transforms", _handover),
     "stores": ("Object stores", _stores),
     "growth": ("How the cost of a save grows", _growth),
+    "processes": ("Several processes", _growth),
     "hosts": ("The memory of four hosts", _hosts),
 }
 

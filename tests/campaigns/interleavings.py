@@ -33,7 +33,7 @@ from unittest import mock
 
 import orbax.checkpoint as ocp
 
-from adacheck_jax.adapter.away.manager import AdaCheckManager
+from adacheck_jax.adapter.away.orbax_manager import AdaCheckManager
 from adacheck_jax.adapter.away.opening import Opener
 from adacheck_jax.adapter.saving.saves import Saves
 from adacheck_jax.memory.shadow_state import ShadowState
@@ -157,7 +157,7 @@ def watched_phases(problems: list[str]) -> Iterator[None]:
         if name == "phase":
             before = phases.get(id(pending))
             if before is not None and value not in MOVES[before[1]]:
-                problems.append(f"step {pending.step} moved from {before[1]} to {value}")
+                problems.append(f"step {pending.plan.step} moved from {before[1]} to {value}")
             phases[id(pending)] = pending, value  # which keeps the id from being given again
         object.__setattr__(pending, name, value)
 

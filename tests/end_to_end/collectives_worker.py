@@ -37,15 +37,15 @@ optimizer, _, is_apart = own.mode.partition("-")
 run = support.dict_run(support.mesh_of((1, jax.device_count())), OPTIMIZERS[optimizer])
 calls, found, saved = itertools.count(1), Counter[str](), dict[int, list[bytes]]()
 call = 0  # number of the one that the loop is in; 0 outside of them
-followed = Following._followed
+moves_to = Following._moves_to
 
 
 def observed(*args: Any) -> Any:
     begun = call
     time.sleep(0.05)  # in which the loop would leave
-    findings = followed(*args)
+    is_next = moves_to(*args)
     found["waited for" if begun and begun == call else "behind"] += 1
-    return findings
+    return is_next
 
 
 def on_devices(name: str) -> None:
@@ -57,7 +57,7 @@ def shards(state: Any) -> list[bytes]:
     return [np.asarray(each.data).tobytes() for x in leaves for each in x.addressable_shards]
 
 
-Following._followed, multihost_utils.sync_global_devices = observed, on_devices
+Following._moves_to, multihost_utils.sync_global_devices = observed, on_devices
 shadow = adacheck.Shadow(on_devices=True)
 with adacheck.checkpoint_manager(
     own.root, run.recorder, shadow=shadow, max_to_keep=None
