@@ -444,6 +444,6 @@ def wait_for_compilers() -> None:
 
 
 def skip_unpinned(version: int) -> None:
-    """Skips a root of version 6, whose updates are not pinned, where XLA compiles in little time."""
+    """Skips a root of version 6, whose updates are not pinned, where XLA compiles fast."""
     if version == 6 and "xla_backend_optimization_level=0" in os.environ["XLA_FLAGS"]:
         pytest.skip("its bits are those of programs that are optimized as users' are")

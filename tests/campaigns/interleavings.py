@@ -33,8 +33,8 @@ from unittest import mock
 
 import orbax.checkpoint as ocp
 
-from adacheck_jax.adapter.away.orbax_manager import AdaCheckManager
 from adacheck_jax.adapter.away.opening import Opener
+from adacheck_jax.adapter.away.orbax_manager import AdaCheckManager
 from adacheck_jax.adapter.saving.saves import Saves
 from adacheck_jax.memory.shadow_state import ShadowState
 from adacheck_jax.save import commit, share
