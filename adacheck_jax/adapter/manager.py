@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import hashlib
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from types import MappingProxyType
 from typing import Any, Final, Unpack
 
@@ -19,11 +19,10 @@ from orbax.checkpoint.checkpoint_managers import (
     LatestN,
 )
 
-from adacheck_jax.adapter import directories, processes
+from adacheck_jax.adapter import directories
 from adacheck_jax.adapter.away.orbax_manager import AdaCheckManager
 from adacheck_jax.adapter.handler import AdaCheckHandler, HandlerOptions
 from adacheck_jax.plan.options import Shadow
-from adacheck_jax.save.attempt import Report
 from adacheck_jax.schedule.adaptive import AdaptivePolicy
 from adacheck_jax.store.retention import KeepLineage
 from adacheck_jax.store.storage.location import AnyPath, at, located
@@ -96,8 +95,6 @@ def checkpoint_manager(
     agreed = with_adaptive_policy(options.save_decision_policy, handler)
     own = AdaCheckHandler(recorder, keep_lineage=keep, **agreed)
     handlers = own if items is None else {item: own, **items}
-    if options.create:
-        _make_together(place, options.file_options)
     found = _keeping_by(keep, options, place)
     return AdaCheckManager(own, place, item_handlers=handlers, options=found, metadata=metadata)
 
@@ -160,7 +157,6 @@ def _keeping_by(
     if (count := jax.process_count()) > 1:
         # Else Orbax's barriers are programs on the devices, behind the training steps there.
         among = dataclasses.replace(among, active_processes={*range(count)})
-        found.create = False  # which Orbax cannot, with these
     found.multiprocessing_options = among
     files = options.file_options
     if not at(located(str(root))).on_file_system and not files.skip_sync_file_validations:
@@ -170,22 +166,6 @@ def _keeping_by(
         mode = ocp.options.AtomicityMode.COMMIT_FILE
         found.atomicity_options = ocp.options.AtomicityOptions(mode=mode)
     return found
-
-
-def _make_together(root: epath.Path, options: ocp.options.FileOptions) -> None:
-    """Makes the root of several processes; of one alone Orbax does.
-
-    Raises:
-        AdaCheckError: the first process could not; it raises its own error.
-    """
-
-    def make(_: Sequence[Report]) -> Report:
-        if not root.exists():
-            root.mkdir(parents=True, exist_ok=True, mode=options.path_permission_mode)
-        return {}
-
-    if (exchange := processes.exchange(f"{root}: made", is_save=False)) is not None:
-        exchange.agree("made", {}, make)
 
 
 def _refuse(options: Any, item: str, items: Mapping[str, Any]) -> None:

@@ -89,24 +89,27 @@ class SaveInFlight:
         is_new = newest is None or newest < step
         return is_new and self._manager._options.enable_async_checkpointing
 
-    def open(self, step: int, own: SaveArgs) -> bool:
+    def open(self, step: int, own: SaveArgs, save: Callable[[SaveArgs], bool]) -> bool:
         """Takes what is saved out of a state; of a delta the manager's thread does the rest."""
         saves, manager = self._promised.saves, self._manager
         final = manager._get_save_directory(step, manager.directory) / DEFAULT_ITEM_NAME
         prepared = saves.prepare(located(str(final)), own)
 
-        def save() -> bool:
-            return ocp.CheckpointManager.save(manager, step, args=SaveArgs(prepared), force=True)
-
         def save_behind() -> bool:
             saves.left.wait(MOMENT_S)
-            return save()
+            return save(SaveArgs(prepared))
 
         saves.left.clear()
         if prepared.begun.save.is_base:
-            return save()
+            return save(SaveArgs(prepared))
         self._opener.begin(save_behind)
         return True
+
+    def has_failed(self) -> bool:
+        """True if the save could not begin, or has ended by an error; waits for that."""
+        self._opener.wait()
+        self._ending.wait()
+        return self.has_begun and self.error() is not None
 
     def state(self) -> Flight:
         """Waits for the save, as long as there is patience."""

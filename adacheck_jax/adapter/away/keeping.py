@@ -19,6 +19,7 @@ import functools
 import threading
 import time
 from collections.abc import Callable
+from typing import Any
 
 import orbax.checkpoint as ocp
 
@@ -77,37 +78,40 @@ class Keeping:
     def save(
         self,
         step: int,
-        own: SaveArgs | None,
-        save: Callable[[], bool],
+        args: Any,
+        save: Callable[..., bool],
         check: Callable[[], None],
+        *,
+        is_ours: bool,
     ) -> bool:
         """Saves a step, or keeps it in memory.
 
         Args:
             step: number of the step.
-            own: its arguments if it is a state alone.
-            save: calls Orbax's save of it.
+            args: its arguments.
+            save: calls Orbax's save of it, with other arguments if given.
             check: refuses arguments of another kind.
+            is_ours: True if it is a state alone; process 0's is taken, which alone has Orbax write
+                anything beside it.
 
         Raises:
             StorageError: as :meth:`AdaCheckManager.save`.
         """
-        self._thread, promised = threading.get_ident(), self.promised
-        is_ours, flight = own is not None, self._flight
+        self._thread, promised, flight = threading.get_ident(), self.promised, self._flight
         try:
             action, told = self._decided(step, check, is_ours=is_ours)
         except BaseException:
             self._run.lines.note_gap()
             raise
-        begin = save
-        if own is not None and flight.may_open(step):
-            begin = functools.partial(flight.open, step, own)
+        is_ours, begin = told["is_ours"], save
+        if is_ours and flight.may_open(step):
+            begin = functools.partial(flight.open, step, args, save)
         if action is Action.SAVE and flight.begin(step, begin, is_ours=is_ours):
             return True
         if action is Action.WRITE:
             self._write(told)
         is_recorded = action is not Action.WAIT and step > promised.last
-        if is_recorded and own is not None and promised.record(own, step):
+        if is_recorded and is_ours and promised.record(args, step):
             return True
         try:
             self._write_all()
@@ -155,7 +159,8 @@ class Keeping:
                 self._look = Look(at(located(str(self._manager.directory))), promised.outage)
             answers = self._look.answers(step)
             action = decide(dataclasses.replace(facts, answers=answers))
-        told: Report = {"action": action.value, "has_ended": flight is Flight.ENDED}
+        told: Report = {"action": action.value, "is_ours": is_ours}
+        told["has_ended"] = flight is Flight.ENDED
         if flight is Flight.FAILED:
             told["why"] = str(self._flight.error())
         return told | (promised.next_write() if action is Action.WRITE else {})
@@ -226,9 +231,10 @@ class Keeping:
 
     def wait(self) -> None:
         """Waits for the save in flight, and writes the steps in memory since storage was away."""
+        if self.promised.are_some or self._flight.has_failed():
+            self._together.decided(dict, "wait_until_finished()")  # else one alone may wait
         self._flight.join()
         if self.promised.are_some:
-            self._together.calls.note("wait_until_finished()")
             self._write_all()
 
     def close(self) -> None:

@@ -19,6 +19,8 @@ import threading
 from collections.abc import Callable, Mapping, Sequence
 
 import jax
+import orbax.checkpoint as ocp
+from etils import epath
 
 from adacheck_jax.adapter import processes
 from adacheck_jax.adapter.coordination.calls import Calls
@@ -53,6 +55,24 @@ class Lockstep:
         """Tells the options that all processes must have alike, before their first calls."""
         self.calls.note(described)
         processes.watch(self.calls)
+
+    def make(self, root: epath.Path, options: ocp.CheckpointManagerOptions) -> None:
+        """Makes the root, in process 0; all begin with it.
+
+        Raises:
+            AdaCheckError: process 0 could not; it raises its own error. Or one is gone.
+            DifferingCallsError: another process has other options.
+        """
+
+        def make(_: Sequence[Report]) -> Report:
+            if options.create and not root.exists():
+                mode = options.file_options.path_permission_mode
+                root.mkdir(parents=True, exist_ok=True, mode=mode)
+            return {}
+
+        exchange = processes.exchange(f"{root}: opened", is_save=False)
+        if exchange is not None:
+            exchange.watching(self.calls).agree("made", {}, make)
 
     def begin(self) -> None:
         """Begins a save: what was told before has been heard by all, once all have begun it."""

@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import logging
 import threading
@@ -58,7 +59,11 @@ class AdaCheckManager(ocp.CheckpointManager):
         run.lines.keeps_refused = goes_on
         self._together = together = Lockstep(root)
         run.lines.calls = together.calls
-        together.introduce(run.described)
+        names = sorted(name for name, _ in named)
+        together.introduce(f"{run.described}, items={names}, {_described(options)}")
+        if not is_alone:
+            together.make(root, options)
+            arguments["options"] = options = dataclasses.replace(options, create=False)
         self._opener, self._is_closed = Opener(self), False
         self._ending = Ending(self, run.lines, together, keeps_refused=goes_on)
         parts = run, together, self._opener, self._ending
@@ -98,10 +103,11 @@ class AdaCheckManager(ocp.CheckpointManager):
             )
         beside, saves = (items, save_kwargs, metrics, custom_metadata), self.handler.run.saves
 
-        def save(force: bool | None = True) -> bool:
-            saves.left.clear()
+        def save(prepared: SaveArgs | None = None, force: bool | None = True) -> bool:
+            if prepared is None:  # else the caller may have left
+                saves.left.clear()
             return super(AdaCheckManager, self).save(
-                *(step, items, save_kwargs, metrics, force, args, custom_metadata)
+                *(step, items, save_kwargs, metrics, force, prepared or args, custom_metadata)
             )
 
         try:
@@ -109,16 +115,15 @@ class AdaCheckManager(ocp.CheckpointManager):
                 if not force and (step <= keeping.promised.last or not self.should_save(step)):
                     check()
                     return False
-                is_alone = all(each is None for each in beside)
-                own = args if isinstance(args, SaveArgs) and is_alone else None
-                return keeping.save(step, own, save, check)
+                is_ours = all(each is None for each in beside)
+                return keeping.save(step, args, save, check, is_ours=is_ours)
             is_called = jax.process_count() > 1 and (force or self.should_save(step))
             if is_called:
                 self._together.begin()
                 self._together.decided(dict, f"save({step})", check)
             else:
                 check()
-            return save(is_called or force)
+            return save(force=is_called or force)
         finally:
             saves.left.set()
 
@@ -234,6 +239,12 @@ class AdaCheckManager(ocp.CheckpointManager):
 
     def _wait_for_checkpointers(self) -> None:
         self._ending.expect_written()
+
+
+def _described(options: ocp.CheckpointManagerOptions) -> str:
+    """The options of Orbax without which processes wait for each other in vain, in words."""
+    names = ("create", "enable_async_checkpointing", "save_interval_steps")
+    return ", ".join(f"{name}={getattr(options, name)}" for name in names)
 
 
 def _behind_opening(method: Callable[..., Any]) -> Callable[..., Any]:

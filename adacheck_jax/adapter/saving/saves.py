@@ -332,7 +332,8 @@ def _alike(where: AnyPath, reports: Sequence[Report]) -> Report:
             raise AdaCheckError(
                 f"{where}: the {len(reports)} processes did not decide alike: process {one} "
                 f"writes a base, and process {other} does not. The step is not saved. Check that "
-                "all of them see the same root, and that their handlers have the same options."
+                "all of them save states of the same leaves, see the same root, and that their "
+                "handlers have the same options."
             )
     return {}
 
@@ -342,7 +343,7 @@ def _told(exchange: Exchange | None, topic: str) -> Iterator[None]:
     """Tell the other processes of an error, or they would wait for this one."""
     try:
         yield
-    except Exception as error:
+    except BaseException as error:  # an interrupt, too
         if exchange is not None:
             exchange.fail(topic, error, "begin to save")
         raise
