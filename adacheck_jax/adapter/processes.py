@@ -351,7 +351,7 @@ class ServiceExchange:
         self._has_told = True
         _log.warning(
             "%s: has waited for the same call of %s for %.0f s. All processes have to call alike: "
-            "save, record, restore and recover the same steps.",
+            "open the same roots; save, record, restore and recover the same steps.",
             *(self._where, _named(waiting), _TOLD_AFTER_S),
         )
 

@@ -2,14 +2,16 @@
 
 Usage: alone_worker.py WHAT-FAILING PROCESS PROCESSES PORT ROOT OUT DEVICES
 
-WHAT is what fails in the process FAILING: to make the root; in a save of step 4 its arguments, a
-leaf of its state, or its look at the step before; or in a restore of step 3 what is named below.
-Writes to OUT-told the error of each call. What comes after that has to succeed in all of them.
+WHAT is what fails in the process FAILING, or what it does alone: to make the root, or to open it
+for other items; in a save of step 4 its arguments, its metrics, a leaf of its state, or its look at
+the step before; to wait while steps 4 and 5 are in memory; or in a restore of step 3 what is named
+below. Writes to OUT-told the error of each call. What comes after that has to succeed in all.
 """
 
 from __future__ import annotations
 
 import json
+import resource
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -23,6 +25,7 @@ import orbax.checkpoint as ocp
 from etils import epath
 
 import adacheck_jax as adacheck
+from adacheck_jax import SaveArgs
 from adacheck_jax.adapter.restoring import outcome
 from adacheck_jax.adapter.stock import descriptions
 from adacheck_jax.errors import IntegrityError
@@ -70,9 +73,9 @@ def tell(name: str, call: Callable[[], Any]) -> Any:
         told[name] = f"{type(error).__name__}: {error}"
 
 
-def save(state: Any, args: Any = None) -> None:
-    args = args or adacheck.SaveArgs(state)
-    tell(f"save {run.count}", lambda: manager.save(run.count, args=args))
+def save(state: Any, args: Any = None, metrics: Any = None) -> None:
+    args = args or SaveArgs(state)
+    tell(f"save {run.count}", lambda: manager.save(run.count, args=args, metrics=metrics))
     tell(f"wait {run.count}", manager.wait_until_finished)
 
 
@@ -100,6 +103,10 @@ RESTORES = {
 if what == "root":
     with Failing(type(epath.Path(own.root)), "mkdir", refused):
         tell("manager", lambda: adacheck.checkpoint_manager(f"{own.root}-refused", run.recorder))
+if what == "options":
+    items = {"more": ocp.JsonCheckpointHandler()} if is_failing else None
+    root = f"{own.root}-items"
+    tell("manager", lambda: adacheck.checkpoint_manager(root, run.recorder, items=items))
 with adacheck.checkpoint_manager(own.root, run.recorder, max_to_keep=None) as manager:
     for _ in range(3):
         run.advance()
@@ -108,6 +115,18 @@ with adacheck.checkpoint_manager(own.root, run.recorder, max_to_keep=None) as ma
         with Failing(*RESTORES[what]):
             restore("restore", skip_damaged=what == "skipped", read_once=what == "once" or None)
         restore("restore again", read_once=what == "once" or None)
+    elif what == "waits":
+        most = resource.getrlimit(resource.RLIMIT_FSIZE)
+        resource.setrlimit(resource.RLIMIT_FSIZE, (64, most[1]))
+        for _ in range(2):  # the first one fails in the background, and both are kept in memory
+            run.advance()
+            tell(f"save {run.count}", lambda: manager.save(run.count, args=SaveArgs(run.state)))
+        resource.setrlimit(resource.RLIMIT_FSIZE, most)
+        run.advance()
+        if is_failing:
+            tell("alone", manager.wait_until_finished)
+        else:
+            tell("alone", lambda: manager.save(run.count, args=SaveArgs(run.state)))
     else:
         run.advance()
         is_kept = what == "parent" and manager.handler.record_step(run.state, run.count)
@@ -118,8 +137,9 @@ with adacheck.checkpoint_manager(own.root, run.recorder, max_to_keep=None) as ma
         more = {"more": object()} if is_failing and what == "leaf" else {}
         args = ocp.args.StandardSave(run.state) if is_failing and what == "args" else None
         with Failing(Lineage, "exists", refused, after=0 if what == "parent" else 1000):
-            save(run.state | more, args)
-    for _ in range(2):
+            metrics = {"loss": 1.0} if is_failing and what == "metrics" else None
+            save(run.state | more, args, metrics)
+    for _ in range(0 if what == "waits" else 2):
         run.advance()
         save(run.state)
 Path(f"{own.out}-told{own.process}").write_text(json.dumps(told))

@@ -6,6 +6,7 @@ import json
 
 import pytest
 
+from adacheck_jax.store.steps import lookup, roots
 from tests.processes import launch
 
 WORKER = "tests.end_to_end.alone_worker"
@@ -79,3 +80,32 @@ def test_a_root_that_one_process_cannot_make_is_an_error_in_all(tmp_path):
     for each in (failing, other):
         assert each.pop("recorded") == "False"
         assert {*each.values()} == {""}
+
+
+@pytest.mark.slow
+def test_a_root_that_one_process_opens_otherwise_is_an_error_in_all(tmp_path):
+    for each in told("options-1", tmp_path):
+        assert "'more'" in each["manager"]
+        assert each.pop("manager").startswith("DifferingCallsError: ")
+        assert each.pop("recorded") == "False"
+        assert {*each.values()} == {""}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("mode", ["metrics-0", "metrics-1"])
+def test_one_process_may_give_metrics_alone(mode, tmp_path):
+    for each in told(mode, tmp_path):
+        assert each.pop("recorded") == "False"
+        assert {*each.values()} == {""}
+    assert [each.step for each in roots.steps_of(tmp_path / "root")] == [1, 2, 3, 4, 5, 6]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("mode", ["waits-0", "waits-1"])
+def test_a_wait_of_one_process_alone_loses_no_step_in_memory(mode, tmp_path):
+    for each in told(mode, tmp_path):
+        assert each.pop("alone").startswith("DifferingCallsError: ")
+        assert {*each.values()} == {""}
+    saved = [each.step for each in roots.steps_of(tmp_path / "root")]
+    assert saved[:3] == [1, 2, 3]
+    assert lookup.resolve(tmp_path / "root" / "5" / "default").steps[-2:] == [4, 5]

@@ -63,16 +63,20 @@ class Lockstep:
             AdaCheckError: process 0 could not; it raises its own error. Or one is gone.
             DifferingCallsError: another process has other options.
         """
+        exchange = processes.exchange(f"{root}: opened", is_save=False)
+        if exchange is None:
+            return
+        exchange = exchange.watching(self.calls)
 
-        def make(_: Sequence[Report]) -> Report:
+        def make(reports: Sequence[Report]) -> Report:
+            for process, report in enumerate(reports):
+                exchange.compare(process, report["calls"])
             if options.create and not root.exists():
                 mode = options.file_options.path_permission_mode
                 root.mkdir(parents=True, exist_ok=True, mode=mode)
             return {}
 
-        exchange = processes.exchange(f"{root}: opened", is_save=False)
-        if exchange is not None:
-            exchange.watching(self.calls).agree("made", {}, make)
+        exchange.agree("made", {"calls": self.calls.told()}, make)
 
     def begin(self) -> None:
         """Begins a save: what was told before has been heard by all, once all have begun it."""
