@@ -45,7 +45,7 @@ COMPILED_FAST = (
     "--xla_cpu_use_fusion_emitters=false",
     "--xla_cpu_parallel_codegen_split_count=1",
 )
-"""Flags by which XLA compiles in a seventh of the time, to programs that are slower.
+"""Flags by which XLA compiles in a fraction of the time, to programs that are slower.
 
 Programs of pinned updates compute the same bits. Users compile without these flags; so do
 campaigns, and whoever sets an optimization level, as ``.ci/run`` does for tests of what pins an

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import os
 from dataclasses import dataclass
 from typing import Any
 
@@ -55,6 +56,8 @@ def bits(array):
 
 @pytest.mark.parametrize("dtype", FLOATS, ids=lambda dtype: dtype.__name__)
 def test_a_fence_changes_no_bit_and_a_canonical_one_only_those_of_nans(dtype):
+    if dtype is jnp.float8_e5m2fnuz and "use_fusion_emitters=false" in os.environ["XLA_FLAGS"]:
+        pytest.skip("XLA's other emitters round subnormal numbers of this type")
     with jax.enable_x64(dtype == jnp.float64):
         x = jnp.asarray(values_of(dtype))
         assert can_fence(x.dtype)
