@@ -159,8 +159,8 @@ class Keeping:
                 self._look = Look(at(located(str(self._manager.directory))), promised.outage)
             answers = self._look.answers(step)
             action = decide(dataclasses.replace(facts, answers=answers))
-        told: Report = {"action": action.value, "is_ours": is_ours}
-        told["has_ended"] = flight is Flight.ENDED
+        has_ended = flight is Flight.ENDED
+        told: Report = {"action": action.value, "is_ours": is_ours, "has_ended": has_ended}
         if flight is Flight.FAILED:
             told["why"] = str(self._flight.error())
         return told | (promised.next_write() if action is Action.WRITE else {})

@@ -19,8 +19,6 @@ import threading
 from collections.abc import Callable, Mapping, Sequence
 
 import jax
-import orbax.checkpoint as ocp
-from etils import epath
 
 from adacheck_jax.adapter import processes
 from adacheck_jax.adapter.coordination.calls import Calls
@@ -56,27 +54,25 @@ class Lockstep:
         self.calls.note(described)
         processes.watch(self.calls)
 
-    def make(self, root: epath.Path, options: ocp.CheckpointManagerOptions) -> None:
-        """Makes the root, in process 0; all begin with it.
+    def open(self, make_root: Callable[[], None]) -> None:
+        """Opens the directory in all processes alike; process 0 makes it.
 
         Raises:
             AdaCheckError: process 0 could not; it raises its own error. Or one is gone.
-            DifferingCallsError: another process has other options.
+            DifferingCallsError: another process opens it with other options.
         """
-        exchange = processes.exchange(f"{root}: opened", is_save=False)
+        exchange = processes.exchange(f"{self._directory}: opened", is_save=False)
         if exchange is None:
             return
         exchange = exchange.watching(self.calls)
 
-        def make(reports: Sequence[Report]) -> Report:
+        def judge(reports: Sequence[Report]) -> Report:
             for process, report in enumerate(reports):
                 exchange.compare(process, report["calls"])
-            if options.create and not root.exists():
-                mode = options.file_options.path_permission_mode
-                root.mkdir(parents=True, exist_ok=True, mode=mode)
+            make_root()
             return {}
 
-        exchange.agree("made", {"calls": self.calls.told()}, make)
+        exchange.agree("opened", {"calls": self.calls.told()}, judge)
 
     def begin(self) -> None:
         """Begins a save: what was told before has been heard by all, once all have begun it."""

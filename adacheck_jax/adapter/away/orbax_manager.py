@@ -62,7 +62,7 @@ class AdaCheckManager(ocp.CheckpointManager):
         names = sorted(name for name, _ in named)
         together.introduce(f"{run.described}, items={names}, {_described(options)}")
         if not is_alone:
-            together.make(root, options)
+            together.open(functools.partial(_make_root, root, options))
             arguments["options"] = options = dataclasses.replace(options, create=False)
         self._opener, self._is_closed = Opener(self), False
         self._ending = Ending(self, run.lines, together, keeps_refused=goes_on)
@@ -239,6 +239,13 @@ class AdaCheckManager(ocp.CheckpointManager):
 
     def _wait_for_checkpointers(self) -> None:
         self._ending.expect_written()
+
+
+def _make_root(root: epath.Path, options: ocp.CheckpointManagerOptions) -> None:
+    """Makes the root as Orbax does for a process alone."""
+    if options.create and not root.exists():
+        mode = options.file_options.path_permission_mode
+        root.mkdir(parents=True, exist_ok=True, mode=mode)
 
 
 def _described(options: ocp.CheckpointManagerOptions) -> str:
