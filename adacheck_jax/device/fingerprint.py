@@ -18,7 +18,7 @@ import jax
 from jax.experimental import multihost_utils
 
 from adacheck_jax.device import transfer
-from adacheck_jax.device.loops import shard_tables, xla_call
+from adacheck_jax.device.loops import programs, shard_tables, xla_call
 from adacheck_jax.device.shard_sums import Summing
 from adacheck_jax.device.sharding import (
     Holder,
@@ -29,6 +29,7 @@ from adacheck_jax.device.sharding import (
     is_local,
     layout_of_array,
 )
+from adacheck_jax.device.trees import is_narrow
 from adacheck_jax.format.boxes import Blocks, Box, grid
 from adacheck_jax.format.byte_loops import fingerprint_of, processors
 from adacheck_jax.format.fingerprint import combine, from_words, to_words
@@ -54,7 +55,8 @@ class Contributions:
             accelerators; on the host it costs a pass over each replica.
         staged: boxes that are on their way to the host already, of arrays that are fingerprinted
             there.
-        owned: True if nobody donates the arrays, so that the constructor need not wait.
+        copied: copies of arrays, for those that are fingerprinted on the host; the constructor does
+            not wait then for what is not among them. None if there are no copies.
         summing: programs for the arrays that are fingerprinted on devices, if they were made for
             arrays of equal shapes and shardings.
 
@@ -71,14 +73,15 @@ class Contributions:
         *,
         every_replica: bool = False,
         staged: Mapping[int, Blocks] | None = None,
-        owned: bool = False,
+        copied: Mapping[int, Any] | None = None,
         summing: Summing | None = None,
     ) -> None:
         summing = summing or Summing({i: x for i, x in arrays.items() if hashes_on_device(x)})
         self._device, self._placed = summing.dispatch(arrays), summing.placed
         whole_picks = whole_picks or picks
         self._picked = {i: whole_picks[i] for i in self._placed}
-        on_host = {i: array for i, array in arrays.items() if i not in self._placed}
+        own = arrays if copied is None else {**arrays, **copied}
+        on_host = {i: array for i, array in own.items() if i not in self._placed}
         self._elsewhere = {i: staged for i in on_host if staged is not None and i in staged}
         rest = {i: array for i, array in on_host.items() if i not in self._elsewhere}
         self._staged = transfer.Staged(rest, picks)
@@ -86,13 +89,14 @@ class Contributions:
         self.replicas: ReplicaSums = {}
         self._shards: list[tuple[int, Box, Holder]] = []
         others: dict[int, Any] = {}
-        for leaf, box, holder, data in _replica_shards(on_host, picks) if every_replica else ():
+        replicated = [i for i in on_host if every_replica and _has_replicas(arrays[i])]
+        for leaf, box, holder, data in _replica_shards(replicated, own, picks):
             if data is not None:  # else it is a pick, and its sum is known
                 others[len(self._shards)] = data
             self._shards.append((leaf, box, holder))
         boxes = {n: [(self._shards[n][1], None, ())] for n in others}
         self._others = transfer.Staged(others, boxes).begin()
-        if not owned:
+        if copied is None:
             self.wait()
 
     @property
@@ -155,24 +159,24 @@ def hashes_on_device(array: Any) -> bool:
         return False
     if transfer.on_accelerator(array):
         return True
-    return (
-        xla_call.is_ready()
-        and array.ndim < shard_tables.MAX_RANK
-        and not transfer.is_narrow(array.dtype)
-    )
+    return xla_call.is_ready() and array.ndim < shard_tables.MAX_RANK and not is_narrow(array.dtype)
+
+
+def _has_replicas(array: Any) -> bool:
+    return isinstance(array, jax.Array) and has_replicas(array.sharding, array.shape)
 
 
 def _replica_shards(
-    arrays: Mapping[int, Any], picks: Mapping[int, Sequence[transfer.Pick]]
+    leaves: Sequence[int], arrays: Mapping[int, Any], picks: Mapping[int, Sequence[transfer.Pick]]
 ) -> Iterator[tuple[int, Box, Holder, Any]]:
-    """All addressable shards of the arrays that have replicas; without data if they are picked."""
-    for i, array in arrays.items():
-        if isinstance(array, jax.Array) and has_replicas(array.sharding, array.shape):
-            whole = {position: box for box, position, _ in picks[i]}
-            for position, shard in enumerate(array.addressable_shards):
-                box = Box.from_slices(shard.index or (), array.shape)
-                is_picked = whole.get(position) == box
-                yield i, box, holder_of(shard.device), None if is_picked else shard.data
+    """All addressable shards of arrays that have replicas; without data if they are picked."""
+    for i in leaves:
+        array: jax.Array = programs.now(arrays[i])
+        whole = {position: box for box, position, _ in picks[i]}
+        for position, shard in enumerate(array.addressable_shards):
+            box = Box.from_slices(shard.index or (), array.shape)
+            is_picked = whole.get(position) == box
+            yield i, box, holder_of(shard.device), None if is_picked else shard.data
 
 
 def of_leaves(arrays: Mapping[int, Any]) -> dict[int, int]:

@@ -22,6 +22,7 @@ from adacheck_jax.device import transfer
 from adacheck_jax.device.loops import shard_tables, xla_call
 from adacheck_jax.device.loops.programs import Place, Program, Result
 from adacheck_jax.device.sharding import boxes_by_device, is_on_one_device_here
+from adacheck_jax.device.trees import is_narrow
 from adacheck_jax.format.boxes import Box
 from adacheck_jax.format.fingerprint import from_words, weights
 
@@ -78,7 +79,7 @@ class Summing:
         """Add a program, for arrays or for the shards at some positions of them."""
         dtypes = [arrays[i].dtype for i, _ in places]
         is_cpu = mesh.devices.flat[0].platform == "cpu"
-        calls_loops = is_cpu and xla_call.is_ready() and not any(map(transfer.is_narrow, dtypes))
+        calls_loops = is_cpu and xla_call.is_ready() and not any(map(is_narrow, dtypes))
         widths = tuple(each.itemsize for each in dtypes)
         function, table = _summing(mesh, specs, widths, tuple(boxes), calls_loops)
         given = [_given(arrays[i], n) for i, n in places]

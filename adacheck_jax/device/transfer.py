@@ -10,16 +10,15 @@ from __future__ import annotations
 import functools
 import threading
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
-from concurrent.futures import Future
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
-from adacheck_jax.device.background import in_background
 from adacheck_jax.device.lead import Ranks, nearest
-from adacheck_jax.device.sharding import Holder, devices_of, holder_of, is_on_one_device_here
+from adacheck_jax.device.loops import programs
+from adacheck_jax.device.sharding import Holder, holder_of, is_on_one_device_here
 from adacheck_jax.errors import StorageError
 from adacheck_jax.format.boxes import Blocks, Box
 
@@ -60,14 +59,6 @@ def is_key(leaf: Any) -> bool:
     """True if a leaf is a typed PRNG key array."""
     dtype = getattr(leaf, "dtype", None)
     return dtype is not None and jnp.issubdtype(dtype, jax.dtypes.prng_key)
-
-
-@functools.cache
-def is_narrow(dtype: Any) -> bool:
-    """True if elements have less than a byte."""
-    if jnp.issubdtype(dtype, jnp.integer):
-        return jnp.iinfo(dtype).bits < 8
-    return jnp.issubdtype(dtype, jnp.floating) and jnp.finfo(dtype).bits < 8
 
 
 def on_accelerator(array: Any) -> bool:
@@ -128,7 +119,7 @@ class Staged(Arriving):
     """Boxes of arrays on their way to the host; access to an array waits for its boxes.
 
     Args:
-        arrays: jax or numpy arrays by leaf index (see :func:`raw`).
+        arrays: jax or numpy arrays by leaf index (see :func:`raw`), perhaps given later.
         picks: boxes to take, by leaf index.
     """
 
@@ -144,7 +135,8 @@ class Staged(Arriving):
         """Starts all transfers, before the first is awaited."""
         with self._lock:
             if not self._has_begun:  # each access comes here: no second look at all arrays
-                for index, array in self._arrays.items():
+                for index, given in self._arrays.items():
+                    array = self._arrays[index] = programs.now(given)
                     self._taken[index] = [
                         (pick[0], *_taken(array, pick)) for pick in self._picks[index]
                     ]
@@ -249,83 +241,6 @@ def are_ready(arrays: Iterable[Any]) -> bool:
     """True if no device is computing any of the arrays."""
     on_device: list[Any] = [array for array in arrays if isinstance(array, jax.Array)]
     return all(array.is_ready() for array in on_device)
-
-
-class Copying:
-    """Copies arrays on their devices, without waiting for them or for the copies.
-
-    Made once for all arrays of these types and shardings.
-
-    Args:
-        arrays: jax or numpy arrays by leaf index; of one process, or on accelerators alone.
-    """
-
-    def __init__(self, arrays: Mapping[int, Any]) -> None:
-        self._on_host = [i for i, x in arrays.items() if not isinstance(x, jax.Array)]
-        groups: dict[tuple[int, ...], list[int]] = {}  # a program takes its devices in one order
-        for index, array in arrays.items():
-            if isinstance(array, jax.Array):
-                groups.setdefault(devices_of(array), []).append(index)
-        self._groups = list[tuple[Sequence[int], _CopyProgram]]()
-        for group in groups.values():
-            found: list[Any] = [arrays[index] for index in group]
-            types, shardings = tuple(x.aval for x in found), tuple(x.sharding for x in found)
-            self._groups.append((group, _copier(types, shardings)))
-
-    def is_compiled(self) -> bool:
-        """True if there are programs for it; else they are compiled in the background."""
-        compiled = [copier.is_compiled() for _, copier in self._groups]
-        return all(compiled)
-
-    def copies(self, arrays: Mapping[int, Any]) -> dict[int, Any]:
-        """The copies; the arrays may be donated at once: their devices make the copies first."""
-        result = {i: np.array(arrays[i]) for i in self._on_host}
-        for group, copier in self._groups:
-            result |= dict(zip(group, copier(arrays[i] for i in group), strict=True))
-        return result
-
-
-def copies(arrays: Mapping[int, Any]) -> dict[int, Any]:
-    """Copies of arrays on their devices, as of :class:`Copying`."""
-    return Copying(arrays).copies(arrays)
-
-
-class _CopyProgram:
-    """A program that copies arrays of some types on their devices."""
-
-    def __init__(self, avals: Sequence[Any], shardings: Sequence[jax.sharding.Sharding]) -> None:
-        def copy(arrays: Sequence[jax.Array], effort: jax.Array) -> tuple[list[jax.Array], Any]:
-            return [jnp.copy(x) for x in arrays], effort @ effort
-
-        self._avals, self._shardings = avals, shardings
-        self._program: Any = jax.jit(copy, out_shardings=([*shardings], None))
-        self._compiling: Future[Any] | None = None
-
-    def __call__(self, arrays: Iterable[Any]) -> Sequence[jax.Array]:
-        program = self._program if self._compiling is None else self._compiling.result()
-        return program([*arrays], _EFFORT)[0]
-
-    def is_compiled(self) -> bool:
-        """True once the program is compiled; begins to compile it."""
-        if any(is_narrow(x.dtype) for x in self._avals):
-            return True  # jax has to lay out such arguments as it calls
-        if self._compiling is None:
-            self._compiling = in_background(self._compile)
-        return self._compiling.done()
-
-    def _compile(self) -> Any:
-        types = [
-            jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding)
-            for x, sharding in zip(self._avals, self._shardings, strict=True)
-        ]
-        return self._program.lower(types, _EFFORT).compile()
-
-
-_copier = functools.lru_cache(maxsize=64)(_CopyProgram)
-
-
-_EFFORT = np.ones((16, 16), np.float32)
-"""Operand of some work: XLA:CPU runs programs with little of it in the calling thread."""
 
 
 @functools.partial(jax.jit, static_argnums=2)

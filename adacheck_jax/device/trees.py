@@ -9,10 +9,12 @@ from __future__ import annotations
 
 import collections
 import fnmatch
+import functools
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 
 from adacheck_jax.errors import MismatchError, listed
@@ -95,6 +97,14 @@ def dtype_of(leaf: Any) -> Any:
 def native(dtype: Any) -> Any:
     """A data type in this machine's byte order; the same object if it is."""
     return dtype if getattr(dtype, "isnative", True) else dtype.newbyteorder("=")
+
+
+@functools.cache
+def is_narrow(dtype: Any) -> bool:
+    """True if elements have less than a byte."""
+    if jnp.issubdtype(dtype, jnp.integer):
+        return jnp.iinfo(dtype).bits < 8
+    return jnp.issubdtype(dtype, jnp.floating) and jnp.finfo(dtype).bits < 8
 
 
 def check_same_leaves(

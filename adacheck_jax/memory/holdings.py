@@ -20,7 +20,7 @@ import jax
 import numpy as np
 
 from adacheck_jax.device.sharding import Layout
-from adacheck_jax.device.transfer import is_narrow
+from adacheck_jax.device.trees import is_narrow
 from adacheck_jax.format.boxes import Box
 from adacheck_jax.format.fingerprint import combine
 from adacheck_jax.state.snapshot import Structure

@@ -12,6 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from adacheck_jax.device import fingerprint, jax_settings, sharding, transfer
+from adacheck_jax.device.loops import copier
 from adacheck_jax.device.shard_sums import Summing
 from adacheck_jax.format.fingerprint import words_of
 from adacheck_jax.proof.checker import Check, Findings, Sums, Witness
@@ -52,7 +53,7 @@ class Following:
         ]
         consumed = (*self._structure.arguments[2], *self._structure.arguments[3])
         given = self._together(arrays, consumed)
-        after = transfer.copies({i: arrays[i] for i in alone})
+        after = copier.copies({i: arrays[i] for i in alone})
         # Leaves whose replay is not relied on are the state's own again.
         renewed = self._together(arrays, [*self._program.stored])
 
@@ -80,7 +81,7 @@ class Following:
         common = update_program.common_shardings([arrays[i] for i in touched])
         shardings = dict(zip(touched, common, strict=True))
         main = next((where for where in shardings.values() if where), None)
-        result = transfer.copies({i: arrays[i] for i in indices if shardings[i]})
+        result = copier.copies({i: arrays[i] for i in indices if shardings[i]})
         for i, array in result.items():
             if not sharding.in_device_memory(array):
                 result[i] = jax.device_put(array, sharding.computable(array.sharding))

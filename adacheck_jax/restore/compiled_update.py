@@ -13,7 +13,7 @@ import jax.export
 import jax.numpy as jnp
 
 from adacheck_jax.device.background import in_background
-from adacheck_jax.device.transfer import is_narrow
+from adacheck_jax.device.trees import is_narrow
 from adacheck_jax.errors import AdaCheckError, FormatError, unreadable
 from adacheck_jax.format.manifest import Leaf, Update
 from adacheck_jax.restore.progress import Progress

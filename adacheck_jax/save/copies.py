@@ -70,11 +70,12 @@ def take_copies(
 
     That includes boxes of other processes, its ``seconds``.
 
-    What lies on an accelerator, or is still being computed, is copied there first, and nothing
-    waits for that. So are small leaves of a delta that is computed, since one program for all is
+    What lies on an accelerator, or is still being computed, is copied there, and nothing waits for
+    that. So are small leaves of a delta that is computed, since one program for all is
     quicker than a look at each; large ones are viewed where the host can.
     """
     structure, arrays = snapshot.structure, dict(enumerate(snapshot.arrays))
+    copies: dict[int, Any] | None = None
     summing = structure.summing(snapshot.arrays)
     counters = structure.counts if plan.is_speculative else ()
     # One program makes the copies of all processes; on CPU devices each would make its own.
@@ -97,10 +98,11 @@ def take_copies(
         if is_computed and not copying.is_compiled():
             owned, viewed = False, []  # each is viewed until one program is compiled for all
         else:
-            arrays |= copying.copies(arrays)
+            copies = copying.copies(arrays)
     kept = frozenset(plan.kept)
+    held = {**arrays, **(copies or {})}
     groups = [plan.kept, tuple(i for i in plan.stored if i not in kept)]
-    staged = [Staged({i: arrays[i] for i in each}, structure.picks) for each in groups]
+    staged = [Staged({i: held[i] for i in each}, structure.picks) for each in groups]
     if not owned:  # all transfers are started before the first is awaited
         for each in staged:
             each.begin()
@@ -111,17 +113,17 @@ def take_copies(
         structure.whole_picks,
         every_replica=every_replica,
         staged=joined,
-        owned=owned,
+        copied=copies,
         summing=summing,
     )
-    values = {i: arrays[i] if owned else np.array(arrays[i]) for i in counters}
+    values = {i: held[i] if owned else np.array(arrays[i]) for i in counters}
     waiting: list[Callable[[], Any]] = [*(each.wait for each in staged), fingerprints.wait]
     if owned:
         waiting = [lambda: [joined[i] for i in viewed if i in joined]]
         if not joined.keys() >= {*viewed}:
             waiting.append(fingerprints.wait)
-    spare = Staged({i: arrays[i] for i in plan.spare}, structure.picks)
-    others = Staged({i: arrays[i] for i in seconds}, seconds)
+    spare = Staged({i: held[i] for i in plan.spare}, structure.picks)
+    others = Staged({i: held[i] for i in seconds}, seconds)
     if not owned or others.keys() & {*viewed}:
         waiting.append(others.wait)
     if not owned:

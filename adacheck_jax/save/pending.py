@@ -30,6 +30,7 @@ from dataclasses import dataclass
 import jax
 
 from adacheck_jax.device import jax_settings
+from adacheck_jax.device.loops import programs
 from adacheck_jax.device.transfer import Joined
 from adacheck_jax.errors import AdaCheckError, ReplayError
 from adacheck_jax.format.boxes import Blocks
@@ -177,6 +178,7 @@ class Pending(Tip):
         """Update counters of the state; waits for them."""
         if (counts := self.plan.counts) is not None:
             return counts
+        self._counters = {i: programs.now(x) for i, x in self._counters.items()}
         return tuple(count_of(self._counters[i]) for i in self.plan.structure.counts)
 
     def sums(self) -> Mapping[int, int]:

@@ -171,13 +171,14 @@ class Saver:
         planner = self._planner
         agrees = functools.partial(self._stager.wire.agrees, consent)
         course = planner.plan_save(snapshot, directory, step, agrees, replayable=replayable)
+        course, own, copies = self._stager.stage(snapshot, course, str(directory))
         planned, parent = course.plan, None if course.plan.is_base else course.parent
         if parent is not None and parent.save is None:  # what was looked at is gone on from
             self._bases.restart(parent.base_depth)
         if planned.given_up:
             planner.line.give_up(0, planned.given_up)
         try:
-            own, copies, begun = self._stager.stage(snapshot, course, str(directory), consent)
+            begun = self._stager.remember(snapshot, course, own, copies, consent)
             self._stager.returned.clear()
             exporting = None if begun is None else self._stager.export(planned.structure)
             decision = planned.decision
@@ -357,9 +358,9 @@ class Saver:
         before = parent.tip
         is_known = is_computed(snapshot)
         is_known = is_known and not (isinstance(before, Pending) and before.plan.is_speculative)
-        label = f"recorded step {number}"
+        course, own, copies = self._stager.stage(snapshot, course, f"recorded step {number}")
         try:
-            own, copies, _ = self._stager.stage(snapshot, course, label, consent)
+            self._stager.remember(snapshot, course, own, copies, consent)
             copies.wait()
         finally:
             self._stager.wire.finish()

@@ -25,7 +25,7 @@ from adacheck_jax.memory.shadow import ShadowThread
 from adacheck_jax.memory.shadow_state import ShadowStep
 from adacheck_jax.plan.decision import replays
 from adacheck_jax.plan.options import Options
-from adacheck_jax.plan.save_plan import kept
+from adacheck_jax.plan.save_plan import SavePlan, kept
 from adacheck_jax.proof.checker import Witness
 from adacheck_jax.save import copies as host_copies
 from adacheck_jax.save.copies import HostCopies
@@ -88,39 +88,61 @@ class Stager:
         return self.worker.submit(export)
 
     def stage(
+        self, snapshot: Snapshot, course: Course, label: str
+    ) -> tuple[Course, Pending, HostCopies]:
+        """The step on its way to the disk, and copies of its state to wait for.
+
+        The course is another one where a check that was begun found a replay to be wrong: it is
+        waited for here, behind all that needs no device.
+        """
+        gathering = programs.Gathering()
+        with gathering.open():
+            own, copies = self._taken(snapshot, course, label)
+        # Until here the check has the devices for itself.
+        if (confirmed := self._planner.confirmed(snapshot, course)) is not course:
+            gathering.drop()
+            course = confirmed
+            with gathering.open():
+                own, copies = self._taken(snapshot, course, label)
+        gathering.dispatch()  # before other threads take turns with this one
+        return course, own, copies
+
+    def _taken(self, snapshot: Snapshot, course: Course, label: str) -> tuple[Pending, HostCopies]:
+        """The step with all that is taken of its state, and the copies among it."""
+        planned, every_replica = course.plan, self._options.check_replicas != "off"
+        wanted = _wanted(planned)
+        if planned.is_base:  # of what updates touch the shadow gets all that is here
+            wanted -= snapshot.structure.touched
+        seconds = self.seconds(snapshot, wanted, is_base=planned.is_base)
+        copies = host_copies.take_copies(snapshot, planned, seconds, every_replica=every_replica)
+        own = self._pending(snapshot, course, label, copies)
+        self._compare(snapshot, course, own)
+        return own, copies
+
+    def remember(
         self,
         snapshot: Snapshot,
         course: Course,
-        label: str,
+        own: Pending,
+        copies: HostCopies,
         consent: Consent | None,
-    ) -> tuple[Pending, HostCopies, ShadowStep | None]:
-        """The step on its way to the disk, and copies of its state to wait for.
+    ) -> ShadowStep | None:
+        """Hands a staged step to the shadow, and what other processes own of it to theirs.
 
-        It is called once a replay was compared, behind which devices fingerprint the whole state.
-        The last is what the shadow starts from once the update of a base is exported.
+        Returns:
+            What the shadow starts from once the update of a base is exported.
         """
-        every_replica = self._options.check_replicas != "off"
         planned, tip, structure = course.plan, course.tip, snapshot.structure
-        wanted = {*planned.stored, *planned.kept, *planned.spare}
         follows = not (planned.is_base or planned.is_whole) and tip is not None
         # All shadows follow a step, or all begin with one.
         received = self.wire.begin(
             snapshot,
             planned.update,
-            wanted,
+            _wanted(planned),
             consent,
             f"{planned.step} {follows}",
             is_followed=self._shadow.follows if follows else planned.has_witness,
         )
-        if planned.is_base:  # of what updates touch it brings all that is here, below
-            wanted -= structure.touched
-        seconds = self.seconds(snapshot, wanted, is_base=planned.is_base)
-        with programs.together():  # dispatched before other threads take turns with this one
-            copies = host_copies.take_copies(
-                snapshot, planned, seconds, every_replica=every_replica
-            )
-            own = self._pending(snapshot, course, label, copies)
-            self._compare(snapshot, course, own)
         if follows:
             # What replay gets wrong is put over the shadow, whose boxes may have other owners; and
             # each process takes the numbers that all arrays are computed from.
@@ -132,9 +154,9 @@ class Stager:
         elif planned.has_witness or planned.update is NOT_YET:
             step = _shadow_step(snapshot, own, copies, structure.touched, received)
             if planned.update is NOT_YET:
-                return own, copies, step
+                return step
             self._shadow.start(structure, planned.update, step)
-        return own, copies, None
+        return None
 
     def _pending(
         self, snapshot: Snapshot, course: Course, label: str, copies: HostCopies
@@ -287,6 +309,11 @@ class Stager:
         elif base.process_count == 1:
             sums = dict(enumerate(base.fingerprints))
         return EarlierBase(parent, sums)
+
+
+def _wanted(planned: SavePlan) -> set[int]:
+    """The leaves that are copied."""
+    return {*planned.stored, *planned.kept, *planned.spare}
 
 
 def _shadow_step(

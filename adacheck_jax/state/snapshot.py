@@ -23,6 +23,7 @@ from adacheck_jax.device import (
 from adacheck_jax.device.background import in_background
 from adacheck_jax.device.lead import DeviceGrid, Lead, Ranks, grid_of, sole
 from adacheck_jax.device.loops import xla_call
+from adacheck_jax.device.loops.copier import Copying
 from adacheck_jax.device.shard_sums import Summing
 from adacheck_jax.device.trees import PyTree
 from adacheck_jax.errors import MismatchError, RecorderError
@@ -195,15 +196,15 @@ class Structure:
             }
         )
 
-    def copying(self, leaves: Collection[int], arrays: Sequence[Any]) -> transfer.Copying:
+    def copying(self, leaves: Collection[int], arrays: Sequence[Any]) -> Copying:
         """Programs that copy some leaves of a state on devices."""
-        key = frozenset(leaves)
+        key = frozenset(leaves), xla_call.is_ready()
         if key not in self._copyings:
-            self._copyings[key] = transfer.Copying({i: arrays[i] for i in sorted(key)})
+            self._copyings[key] = Copying({i: arrays[i] for i in sorted(leaves)})
         return self._copyings[key]
 
     @functools.cached_property
-    def _copyings(self) -> dict[frozenset[int], transfer.Copying]:
+    def _copyings(self) -> dict[tuple[frozenset[int], bool], Copying]:
         return {}
 
     @functools.cached_property

@@ -1,8 +1,9 @@
 """Programs that read one state are dispatched as one, and give what each of them gives."""
 
 import gc
+import math
 import weakref
-from concurrent.futures import Future
+from concurrent.futures import CancelledError, Future
 
 import jax
 import jax.numpy as jnp
@@ -11,6 +12,7 @@ import pytest
 from jax.sharding import NamedSharding, PartitionSpec
 
 from adacheck_jax.device.loops import programs, xla_call
+from adacheck_jax.device.loops.copier import Copying
 from adacheck_jax.device.shard_sums import Summing
 from adacheck_jax.update.elements.sample_sites import Sites
 from adacheck_jax.update.elements.sampling import Taker
@@ -36,10 +38,11 @@ def at_once(monkeypatch):
 
 
 def reading(arrays):
-    """What starts fingerprints and two samples of a state, and gives what waits for them."""
+    """What starts fingerprints, two samples and copies of a state, and what waits for them."""
     xla_call.wait()
     sites, role = Sites(range(len(arrays)), arrays), tuple(range(len(arrays)))
     summing, takers = Summing(dict(enumerate(arrays))), []
+    copying = Copying(dict(enumerate(arrays)))
     for roles in ([role], [role[1:]]):
         takers.append(Taker(sites, roles, arrays))
         takers[-1].compile()
@@ -47,12 +50,14 @@ def reading(arrays):
     def start():
         sums = summing.dispatch(dict(enumerate(arrays)))
         samples = [taker.take(arrays, sites.starts_at(n)) for n, taker in enumerate(takers)]
+        copied = copying.copies(dict(enumerate(arrays)))
         roles = [role], [role[1:]]
 
         def results():
             pairs = zip(samples, roles, strict=True)
             vectors = [x for each, own in pairs for x in each.vectors(own).values()]
-            return sums.sums(), [np.asarray(x).tobytes() for x in vectors]
+            copies = [np.asarray(programs.now(copied[i])).tobytes() for i in sorted(copied)]
+            return sums.sums(), [np.asarray(x).tobytes() for x in vectors], copies
 
         return results
 
@@ -69,8 +74,11 @@ def test_one_program_gives_what_each_gives_and_arrays_may_be_donated_behind_it(s
     arrays = state_on(mesh_of(shape))
     start = reading(arrays)
     alone = start()()
-    with compiled_programs() as names, programs.together():
-        results = start()
+    gathering = programs.Gathering()
+    with compiled_programs() as names:
+        with gathering.open():
+            results = start()
+        gathering.dispatch()
     assert names == ["jit(joined)"]
     donating = jax.jit(lambda xs: [x + 1 for x in xs], donate_argnums=0)
     jax.block_until_ready(donating(arrays))
@@ -81,15 +89,17 @@ def test_until_they_are_compiled_as_one_each_is_dispatched_by_itself(monkeypatch
     monkeypatch.setattr(programs, "in_background", lambda work: Future())
     start = reading(state_on(mesh_of((1,))))
     alone = start()()
-    with programs.together():
+    gathering = programs.Gathering()
+    with gathering.open():
         results = start()
+    gathering.dispatch()
     assert results() == alone
 
 
 def test_a_result_is_given_where_others_are_still_called_and_keeps_no_array():
     arrays = state_on(mesh_of((1,)))
     start = reading(arrays)
-    with programs.together():
+    with programs.Gathering().open():
         results = start()
         first = results()
         again = start()
@@ -106,11 +116,54 @@ def test_whoever_waits_for_a_result_learns_that_there_is_none():
     results = []
 
     def fail():
-        with programs.together():
+        gathering = programs.Gathering()
+        with gathering.open():
             results.append(start())
-            arrays[1].delete()
+        arrays[1].delete()
+        gathering.dispatch()
 
     with pytest.raises(RuntimeError, match="deleted"):
         fail()
     with pytest.raises(RuntimeError, match="deleted"):
         results[0]()
+
+
+def test_what_is_dropped_is_not_dispatched():
+    arrays = state_on(mesh_of((1,)))
+    start = reading(arrays)
+    gathering = programs.Gathering()
+    with compiled_programs() as names, gathering.open():
+        dropped = start()
+    gathering.drop()
+    with gathering.open():
+        results = start()
+    with pytest.raises(CancelledError):
+        dropped()
+    assert not names
+    assert results() == start()()
+
+
+KINDS = [np.bool_, np.int8, jnp.bfloat16, np.float32, np.complex64, np.float64]
+
+
+@pytest.mark.parametrize("shape", [(1,), (4, 2)], ids=str)
+def test_loops_copy_arrays_of_all_widths_and_sizes(shape):
+    xla_call.wait()
+    mesh = mesh_of(shape)
+    with jax.enable_x64(True):
+        values = [
+            np.arange(math.prod(each)).reshape(each).astype(dtype)
+            for dtype in KINDS
+            for each in [(), (8, 0), (8, 1), (8, 3), (16, 1, 1001)]
+        ]
+        spec = PartitionSpec(mesh.axis_names[0])
+        where = [NamedSharding(mesh, spec if x.ndim else PartitionSpec()) for x in values]
+        given = dict(enumerate(jax.device_put(values, where)))
+        copying = Copying(given)
+        copies = {i: programs.now(x) for i, x in copying.copies(given).items()}
+    for i, copied in copies.items():
+        assert (copied.dtype, copied.sharding) == (given[i].dtype, given[i].sharding)
+        assert np.asarray(copied).tobytes() == np.asarray(given[i]).tobytes()
+        for a, b in zip(copied.addressable_shards, given[i].addressable_shards, strict=True):
+            is_apart = a.data.unsafe_buffer_pointer() != b.data.unsafe_buffer_pointer()
+            assert is_apart or not a.data.size

@@ -41,7 +41,7 @@ class Call:
         return buffer
 
     def run(self):
-        handler, _ = xla_handler.compiled()
+        handler, *_ = xla_handler.compiled()
         assert handler.ctypes(self.frame.ctypes.data) == 0
         return int(self.result[0])
 

@@ -5,8 +5,8 @@ import optax
 import pytest
 
 import adacheck_jax as adacheck
-from adacheck_jax.device import fingerprint, shard_sums, transfer
-from adacheck_jax.device.loops import xla_call
+from adacheck_jax.device import fingerprint, shard_sums
+from adacheck_jax.device.loops import copier, xla_call
 from tests import support
 from tests.support import abstract, manager_of, mesh_of
 
@@ -47,11 +47,11 @@ def lowered(monkeypatch):
     monkeypatch.setattr(xla_call, "is_ready", lambda: False)
     monkeypatch.setattr(xla_call, "wait", lambda: False)
     monkeypatch.setattr(fingerprint, "hashes_on_device", lambda array: isinstance(array, jax.Array))
-    for each in (shard_sums._summing, transfer._copier):
+    for each in (shard_sums._summing, copier._copier):
         each.cache_clear()
     monkeypatch.setattr(jax, "jit", lambda *args, **kwargs: Lowered(jit(*args, **kwargs), names))
     yield names
-    for each in (shard_sums._summing, transfer._copier):
+    for each in (shard_sums._summing, copier._copier):
         each.cache_clear()
 
 
@@ -63,7 +63,7 @@ def test_programs_of_saves_and_restores_are_lowered_for_accelerators(tmp_path, l
     handler = adacheck.AdaCheckHandler(run.recorder, shadow=shadow)
     with manager_of(tmp_path, handler) as manager:
         saved = support.save_steps(manager, run, 4)
-        transfer.copies(dict(enumerate(jax.tree.leaves(run.state))))
+        copier.copies(dict(enumerate(jax.tree.leaves(run.state))))
         fingerprint.of_leaves(dict(enumerate(jax.tree.leaves(run.state))))
         target = adacheck.RestoreArgs(abstract(run.state, mesh_of((2, 4))))
         support.assert_same_bits(manager.restore(4, args=target), saved[4])

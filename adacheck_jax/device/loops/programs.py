@@ -1,11 +1,12 @@
 """Programs over arrays on their devices, of which several are dispatched as one.
 
 To hand an array to a program takes its caller a microsecond or two, however small the array is, and
-the programs that read one state take the same hundreds of arrays. So those that call compiled
-loops, and are called within :func:`together`, are dispatched at its end as one. That is compiled in
-the background; until then each is dispatched by itself.
+the programs that read one state take the same hundreds of arrays. And once CPU devices have work,
+the caller gets less of its processor. So calls are gathered (:class:`Gathering`) and dispatched
+last; what is compiled in no time, as one program. That is compiled in the background; until then
+each is dispatched by itself.
 
-Any thread may ask for a result. The one lock of a block is held while its programs are dispatched;
+Any thread may ask for a result. The one lock of one is held while its programs are dispatched;
 nothing waits for them under it.
 """
 
@@ -28,8 +29,24 @@ from adacheck_jax.device.background import in_background
 Place = tuple[int, int | None]
 """A leaf of a state: its index, and the position of the shard that is taken, None for all of it."""
 
-Result = Callable[[], jax.Array]
+Result = Callable[[], Any]
 """Gives what a program returns, perhaps still being computed."""
+
+
+class Later:
+    """One of the arrays that a program returns, which may not be dispatched yet."""
+
+    def __init__(self, result: Result, number: int) -> None:
+        self._result, self._number = result, number
+
+    def get(self) -> jax.Array:
+        """The array, perhaps still being computed."""
+        return self._result()[self._number]
+
+
+def now(given: Any) -> Any:
+    """An array that may have been given for later."""
+    return given.get() if isinstance(given, Later) else given
 
 
 class Program:
@@ -39,17 +56,17 @@ class Program:
 
     Args:
         function: jitted function of a list of arrays, and of operands.
-        mesh: mesh of the arrays.
+        mesh: mesh of the arrays; None if there is none.
         types: shape, data type and sharding of each array.
         operands: those of the operands.
         places: place of each array in a state, if one program of this and others is compiled in no
-            time, as it calls compiled loops; else None.
+            time, as those that copy or call compiled loops; else None.
     """
 
     def __init__(
         self,
         function: Any,
-        mesh: Mesh,
+        mesh: Mesh | None,
         types: Sequence[jax.ShapeDtypeStruct],
         operands: Sequence[Any],
         places: Sequence[Place] | None = None,
@@ -63,32 +80,15 @@ class Program:
 
     def __call__(self, arrays: Sequence[jax.Array], *operands: Any) -> Result:
         """Starts it, now or with others."""
-        block = _block.get() if self.places else None
-        if block is not None:
-            return block.add(_Waiting(self, arrays, operands))
+        if (gathering := _gathering.get()) is not None:
+            return gathering.add(_Waiting(self, arrays, operands))
         result = self.run(arrays, operands)
         return lambda: result
 
-    def run(self, arrays: Sequence[jax.Array], operands: Sequence[Any]) -> jax.Array:
+    def run(self, arrays: Sequence[jax.Array], operands: Sequence[Any]) -> Any:
         """Dispatches the program by itself."""
         with _entered(self.mesh):
             return self._compiled(arrays, *operands)
-
-
-@contextlib.contextmanager
-def together() -> Iterator[None]:
-    """Dispatches the programs that this thread calls meanwhile as one, when it ends.
-
-    Whoever needs a result earlier has all of them dispatched. What they take from one place of a
-    state has the same bits.
-    """
-    block = _Block()
-    token = _block.set(block)
-    try:
-        yield
-    finally:
-        _block.reset(token)
-        block.run()
 
 
 @dataclass(frozen=True, slots=True)
@@ -98,55 +98,80 @@ class _Waiting:
     program: Program
     arrays: Sequence[jax.Array]
     operands: Sequence[Any]
-    result: Future[jax.Array] = field(default_factory=Future)
+    result: Future[Any] = field(default_factory=Future)
 
 
-class _Block:
-    """Calls that are dispatched together."""
+class Gathering:
+    """Calls that wait to be dispatched, as few.
+
+    Whoever needs a result earlier has all of them dispatched. What they take from one place of a
+    state has the same bits.
+    """
 
     def __init__(self) -> None:
         self._calls: list[_Waiting] = []
         self._lock = threading.Lock()
 
+    @contextlib.contextmanager
+    def open(self) -> Iterator[None]:
+        """Adds the programs that this thread calls meanwhile."""
+        token = _gathering.set(self)
+        try:
+            yield
+        finally:
+            _gathering.reset(token)
+
     def add(self, call: _Waiting) -> Result:
-        """Adds a call; whoever needs its result first has all of them dispatched."""
+        """Adds a call."""
         self._calls.append(call)
         future = call.result  # whoever keeps a result keeps no array
 
-        def result() -> jax.Array:
-            self.run()
+        def result() -> Any:
+            self.dispatch()
             return future.result()
 
         return result
 
-    def run(self) -> None:
-        """Dispatches the calls that wait for it."""
+    def drop(self) -> None:
+        """Forgets the calls that wait; nobody may ask for their results."""
+        with self._lock:
+            for call in self._calls:
+                call.result.cancel()
+            self._calls = []
+
+    def dispatch(self) -> None:
+        """Dispatches the calls that wait."""
         with self._lock:
             calls, self._calls = self._calls, []
-            for mesh in dict.fromkeys(call.program.mesh for call in calls):
-                _dispatch([call for call in calls if call.program.mesh == mesh])
+            joint: dict[Any, list[_Waiting]] = {}
+            for call in calls:
+                program = call.program
+                joint.setdefault(program.mesh if program.places else id(call), []).append(call)
+            try:
+                for each in joint.values():
+                    _dispatch(each)
+            except BaseException as error:
+                for call in calls:
+                    if not call.result.done():
+                        call.result.set_exception(error)
+                raise
 
 
-_block: ContextVar[_Block | None] = ContextVar("adacheck_block", default=None)
+_gathering: ContextVar[Gathering | None] = ContextVar("adacheck_gathering", default=None)
 
 
 def _dispatch(calls: Sequence[_Waiting]) -> None:
     """Dispatches calls of programs on one mesh, as one if that is compiled."""
-    try:
-        joined = _joined(tuple(call.program for call in calls)) if calls[1:] else None
-        if joined is None or not joined.done() or joined.exception():
-            results = [call.program.run(call.arrays, call.operands) for call in calls]
-        else:
-            compiled, taken = joined.result()
-            arrays = [calls[k].arrays[n] for k, n in taken]
-            with _entered(calls[0].program.mesh):
-                results = compiled(arrays, [call.operands for call in calls])
-        for call, result in zip(calls, results, strict=True):
-            call.result.set_result(result)
-    except BaseException as error:
-        for call in calls:
-            call.result.set_exception(error)
-        raise
+    joined = _joined(tuple(call.program for call in calls)) if calls[1:] else None
+    if joined is None or not joined.done() or joined.exception():
+        results = [call.program.run(call.arrays, call.operands) for call in calls]
+    else:
+        compiled, taken = joined.result()
+        arrays = [calls[k].arrays[n] for k, n in taken]
+        with _entered(calls[0].program.mesh):
+            results = compiled(arrays, [call.operands for call in calls])
+    for call, result in zip(calls, results, strict=True):
+        call.result.set_result(result)
 
 
 @functools.lru_cache(maxsize=16)
@@ -162,7 +187,7 @@ def _joined(programs: Sequence[Program]) -> Future[tuple[Any, Sequence[tuple[int
         for n, place in enumerate(program.places):
             taken.setdefault(place, (k, n))
 
-    def joined(arrays: Sequence[jax.Array], operands: Sequence[Sequence[Any]]) -> list[jax.Array]:
+    def joined(arrays: Sequence[jax.Array], operands: Sequence[Sequence[Any]]) -> list[Any]:
         given = dict(zip(taken, arrays, strict=True))
         return [
             program.function([given[place] for place in program.places], *own)
@@ -177,13 +202,13 @@ def _joined(programs: Sequence[Program]) -> Future[tuple[Any, Sequence[tuple[int
     return in_background(compile)
 
 
-def _compiled(mesh: Mesh, function: Any, *types: Any) -> Any:
+def _compiled(mesh: Mesh | None, function: Any, *types: Any) -> Any:
     with _entered(mesh):
         return function.lower(*types).compile()
 
 
 @contextlib.contextmanager
-def _entered(mesh: Mesh) -> Iterator[None]:
-    """A mesh, and 64-bit types, whatever the caller has set."""
-    with jax.enable_x64(True), jax.set_mesh(mesh):
+def _entered(mesh: Mesh | None) -> Iterator[None]:
+    """A mesh, if there is one, and 64-bit types, whatever the caller has set."""
+    with jax.enable_x64(True), contextlib.nullcontext() if mesh is None else jax.set_mesh(mesh):
         yield

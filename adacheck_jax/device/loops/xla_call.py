@@ -15,7 +15,6 @@ from threads of its own, without Python's lock.
 
 from __future__ import annotations
 
-import functools
 import logging
 import threading
 from collections.abc import Sequence
@@ -34,7 +33,7 @@ from adacheck_jax.format.boxes import Box
 
 _log = logging.getLogger(__name__)
 
-_SUMS, _SAMPLES = "adacheck_fingerprints", "adacheck_samples"
+_SUMS, _SAMPLES, _COPIES = "adacheck_fingerprints", "adacheck_samples", "adacheck_copies"
 
 
 def sums(shards: Sequence[jax.Array], table: jax.Array) -> jax.Array:
@@ -65,6 +64,14 @@ def samples(
     """
     result = jax.ShapeDtypeStruct((size_bytes,), jnp.uint8)
     return jax.ffi.ffi_call(_SAMPLES, result)(_with_effort(table), starts, *shards)
+
+
+def copies(arrays: Sequence[jax.Array]) -> Sequence[jax.Array]:
+    """Copies of arrays on one device; to be traced into a program for CPU devices."""
+    results = [jax.ShapeDtypeStruct(x.shape, x.dtype) for x in arrays]
+    sizes_bytes = [x.size * x.dtype.itemsize for x in arrays]
+    table = jnp.asarray(shard_tables.of_sums([()] * len(arrays), sizes_bytes))
+    return jax.ffi.ffi_call(_COPIES, results)(_with_effort(table), *arrays)
 
 
 def _with_effort(table: jax.Array) -> jax.Array:
@@ -110,17 +117,24 @@ def _tried() -> bool:
         from adacheck_jax.device.loops import xla_handler  # imports numba
 
         _handlers.extend(xla_handler.compiled())
-        for target, handler in zip((_SUMS, _SAMPLES), _handlers, strict=True):
+        for target, handler in zip((_SUMS, _SAMPLES, _COPIES), _handlers, strict=True):
             jax.ffi.register_ffi_target(target, jax.ffi.pycapsule(handler.ctypes), platform="cpu")
         block = np.arange(3 * 1111, dtype=np.uint32).reshape(3, 1111)
-        given = [jnp.asarray(block)]
-        found = np.asarray(jax.jit(sums)(given, shard_tables.of_sums([(5, 7)], [4])))
-        is_sum = int(found.view(np.uint64)[0, 0]) == fingerprint.multilinear(block, (5, 7))
         box = Box((1, 100), (3, 1100))
         table, _ = shard_tables.of_samples([box], [4], [17], [100], [0])
-        call = functools.partial(samples, size_bytes=400)
-        taken = np.asarray(jax.jit(call)(given, table, np.array([9], np.int32))).view(np.uint32)
-        if is_sum and np.array_equal(taken, block[box.slices].reshape(-1)[9::17][:100]):
+
+        def all_three(given: jax.Array, own: Sequence[Any], starts: Any) -> Any:
+            few = given[:1, :1].astype(jnp.uint8)
+            taken = samples([given], own[1], starts, 400)
+            return sums([given], own[0]), taken, copies([given, few])
+
+        own = [shard_tables.of_sums([(5, 7)], [4]), table]
+        results = jax.jit(all_three)(block, own, np.array([9], np.int32))
+        total, taken, (copied, few) = jax.tree.map(np.asarray, results)
+        is_sum = int(total.view(np.uint64)[0, 0]) == fingerprint.multilinear(block, (5, 7))
+        expected = block[box.slices].reshape(-1)[9::17][:100]
+        is_copied = np.array_equal(copied, block) and few[0, 0] == block[0, 0]
+        if is_sum and is_copied and np.array_equal(taken.view(np.uint32), expected):
             return True
         why: object = "the results differ"
     except Exception as error:

@@ -104,8 +104,8 @@ def _copy(source: Any, to: Any, width: Any) -> Any:
 
 @numba.njit
 def _operands_of(address: Any) -> Any:
-    """Addresses of the operands, and that of the result; of no operand if there is no call."""
-    none = np.zeros(0, np.uint64), np.int64(0)
+    """Addresses of the operands' descriptions, and of the results'; none if there is no call."""
+    none = np.zeros(0, np.uint64), np.zeros(0, np.uint64)
     frame = _carray(_at(address), (1,), _FRAME)[0]
     if frame.size_bytes != _FRAME_BYTES:
         return none
@@ -124,8 +124,13 @@ def _operands_of(address: Any) -> Any:
     items = _carray(_at(args.items), (args.length,), np.uint64)
     if _carray(_at(items[0]), (1,), _BUFFER)[0].size_bytes != _BUFFER_BYTES:
         return none
-    outputs = _carray(_at(rets.items), (1,), np.uint64)
-    return items.copy(), np.int64(_carray(_at(outputs[0]), (1,), _BUFFER)[0].data)
+    return items.copy(), _carray(_at(rets.items), (rets.length,), np.uint64).copy()
+
+
+@numba.njit
+def _data_of(item: Any) -> Any:
+    """Address of the elements of an operand or a result."""
+    return np.int64(_carray(_at(item), (1,), _BUFFER)[0].data)
 
 
 @numba.njit
@@ -138,11 +143,11 @@ def _table_of(item: Any, rows: Any) -> Any:
 
 def _sums(address: Any) -> Any:
     """Sums up shards: the operands are a table of their starts and widths, and the shards."""
-    items, output = _operands_of(address)
+    items, outputs = _operands_of(address)
     count = len(items) - 1
     if count > 0:
         table = _table_of(items[0], count)
-        results = _carray(_at(output), (count,), np.uint64)
+        results = _carray(_at(_data_of(outputs[0])), (count,), np.uint64)
         for i in range(count):
             shard = _carray(_at(items[i + 1]), (1,), _BUFFER)[0]
             results[i] = _sum(shard, table[i, 0], table[i, 1:])
@@ -151,7 +156,7 @@ def _sums(address: Any) -> Any:
 
 def _samples(address: Any) -> Any:
     """Copies elements of shards: the operands are a table, first elements, and the shards."""
-    items, output = _operands_of(address)
+    items, outputs = _operands_of(address)
     count = len(items) - 2
     if count > 0:
         table = _table_of(items[0], count)
@@ -160,19 +165,37 @@ def _samples(address: Any) -> Any:
         starts = _carray(_at(given.data), (dims[0],), np.int32)
         for i in range(count):
             shard = _carray(_at(items[i + 2]), (1,), _BUFFER)[0]
-            _take(shard, table[i], np.int64(starts[table[i, COLUMN]]), output)
+            _take(shard, table[i], np.int64(starts[table[i, COLUMN]]), _data_of(outputs[0]))
     return 0
 
 
-def compiled() -> tuple[Any, Any]:
-    """Compiles the handlers of sums and of samples, or loads them from disk.
+def _copies(address: Any) -> Any:
+    """Copies shards: the operands are a table of their bytes, and the shards."""
+    items, outputs = _operands_of(address)
+    count = len(items) - 1
+    if count > 0:
+        table = _table_of(items[0], count)
+        for i in range(count):
+            size, source, to = table[i, 0], _data_of(items[i + 1]), _data_of(outputs[i])
+            words, rest = size // 8, size // 8 * 8
+            _carray(_at(to), (words,), np.uint64)[:] = _carray(_at(source), (words,), np.uint64)
+            for k in range(rest, size):
+                _carray(_at(to), (size,), np.uint8)[k] = _carray(_at(source), (size,), np.uint8)[k]
+    return 0
+
+
+def compiled() -> tuple[Any, Any, Any]:
+    """Compiles the handlers of sums, of samples and of copies, or loads them from disk.
 
     Returns:
         Objects with their ``address``.
     """
     signature = types.uintp(types.uintp)
     try:
-        sums, samples = (numba.cfunc(signature, cache=True)(each) for each in (_sums, _samples))
+        sums, samples, copies = (numba.cfunc(signature, cache=True)(each) for each in _HANDLERS)
     except RuntimeError:  # no directory where the compiled code could be kept
-        sums, samples = (numba.cfunc(signature)(each) for each in (_sums, _samples))
-    return sums, samples
+        sums, samples, copies = (numba.cfunc(signature)(each) for each in _HANDLERS)
+    return sums, samples, copies
+
+
+_HANDLERS = _sums, _samples, _copies

@@ -25,7 +25,7 @@ from adacheck_jax.plan.options import Options
 from adacheck_jax.plan.save_plan import SavePlan
 from adacheck_jax.plan.situation import BackgroundFacts, Counts, Facts, Situation
 from adacheck_jax.proof import second_copy
-from adacheck_jax.proof.checker import Check, Checker, Comparison, Findings, Witness, is_sparse
+from adacheck_jax.proof.checker import Check, Checker, Comparison, Findings, is_sparse
 from adacheck_jax.proof.identity import Identity
 from adacheck_jax.proof.sample import Sampling
 from adacheck_jax.save.background_bases import BackgroundBases
@@ -50,7 +50,9 @@ class Course:
     Attributes:
         parent: the step on the disk that a delta follows, also where the plan is a base.
         tip: the last step in memory behind that parent.
-        check: comparison of the replay that is made before the save returns.
+        check: comparison of the replay that is waited for before the save returns
+            (:meth:`Planner.confirmed`).
+        facts: what a plan with a check was made from.
         again: the same step, if it was deferred before, as far as is known with the same state.
         compare: the one that is left to the worker, where not all processes enter it.
     """
@@ -60,6 +62,7 @@ class Course:
     tip: Tip | None
     again: Pending | None = None
     check: Check | None = None
+    facts: Situation | None = None
     compare: Comparison | None = None
 
 
@@ -98,9 +101,8 @@ class Planner:
     ) -> Course:
         """Plans a save: without a look at the state's values if it is still being computed.
 
-        A replayed delta is compared with the state, and planned anew from what replay gets wrong,
-        unless the plan is speculative. ``agrees`` asks all processes if they enter a collective of
-        that name.
+        The check of a replayed delta is begun, unless the plan is speculative. ``agrees`` asks all
+        processes if they enter a collective of that name.
 
         Raises:
             AdaCheckError: deferred steps are lost; told once.
@@ -138,7 +140,13 @@ class Planner:
         if is_collective and not agrees(name_of(course.plan, snapshot)):
             refuse = functools.partial(_refuse, course.plan.step)
             return dataclasses.replace(course, compare=refuse)
-        return self._corrected(snapshot, course, facts, parent, witness)
+        if isinstance(tip, Pending):
+            with contextlib.suppress(AdaCheckError):  # raised by the save of that step
+                tip.verify()
+        checker = self.checker_of(snapshot.structure, facts.update)
+        sums = functools.partial(sums_of, snapshot)
+        check = checker.begin(witness, snapshot.arrays, course.plan.step, sums)
+        return dataclasses.replace(course, check=check, facts=facts)
 
     def plan_deferred(
         self,
@@ -256,18 +264,12 @@ class Planner:
         may_be = may_be and self.line.has_links(directory)
         return dataclasses.replace(own, are_possible=may_be)
 
-    def _corrected(
-        self, snapshot: Snapshot, course: Course, facts: Situation, parent: Parent, witness: Witness
-    ) -> Course:
-        """Compares replay with a state that is still there, and plans anew what it gets wrong."""
-        before = self.line.tip_behind(parent)
-        if isinstance(before, Pending):
-            with contextlib.suppress(AdaCheckError):  # raised by the save of that step
-                before.verify()
+    def confirmed(self, snapshot: Snapshot, course: Course) -> Course:
+        """Waits for the check, and plans anew what replay gets wrong of a state that is there."""
+        check, facts, before = course.check, course.facts, course.tip
+        if check is None or facts is None or before is None:
+            return course
         planned, structure = course.plan, course.plan.structure
-        checker = self.checker_of(structure, planned.update)
-        sums = functools.partial(sums_of, snapshot)
-        check = checker.begin(witness, snapshot.arrays, planned.step, sums)
         findings = check.findings(planned.decision.updates)
         if findings and planned.update.engine == "identity":
             self.updates.compare_in_full()
@@ -277,13 +279,13 @@ class Planner:
                 "another program than a restore would; from now on its updates are compared in full"
             )
             made = save_plan.decided(facts, unplanned(reason), self._options)
-            return dataclasses.replace(course, plan=made)
+            return dataclasses.replace(course, plan=made, check=None)
         wrong = frozenset(findings) - save_plan.known_unreplayed(facts)
         if planned.unchanged and jax.process_count() == 1:  # others may not know the values yet
             expected, own = before.sums(), sums_of(snapshot, planned.unchanged)
             wrong |= {i for i, value in own.items() if value != expected[i]}
         if not wrong:
-            return dataclasses.replace(course, check=check)
+            return course
         unhealed = _owned_by_others(snapshot, wrong)
         if healed := wrong - unhealed:
             self.distrust.tell(planned, healed)
@@ -295,11 +297,11 @@ class Planner:
         if facts.process_count == 1 and 2 * wrong_bytes > whole_bytes:
             reason = told(structure, sorted(wrong))
             made = save_plan.decided(facts, Decision("base", reason), self._options)
-            return dataclasses.replace(course, plan=made)
+            return dataclasses.replace(course, plan=made, check=None)
         check.renew(snapshot.arrays, wrong)
         made = save_plan.planned(facts, planned.decision, self._options, wrong=wrong)
         made = dataclasses.replace(made, unhealed=tuple(sorted(unhealed)))
-        return dataclasses.replace(course, plan=made, check=check)
+        return dataclasses.replace(course, plan=made)
 
     def checker_of(self, structure: Structure, update: ExportedUpdate) -> Checker:
         """The checker of the deltas of a structure; made once."""

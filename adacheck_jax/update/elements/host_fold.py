@@ -21,7 +21,7 @@ import numpy as np
 
 from adacheck_jax.device import jax_settings
 from adacheck_jax.device.jax_settings import Arithmetic
-from adacheck_jax.device.transfer import is_narrow
+from adacheck_jax.device.trees import is_narrow
 from adacheck_jax.format.boxes import Blocks, Box
 from adacheck_jax.update import program as update_program
 from adacheck_jax.update.elements.pieces import ROW, Batch, Pieces, Role

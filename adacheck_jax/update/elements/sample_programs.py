@@ -21,7 +21,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from adacheck_jax.device import sharding, transfer
 from adacheck_jax.device.loops import shard_tables, xla_call
 from adacheck_jax.device.loops.programs import Place, Program, Result
-from adacheck_jax.device.transfer import is_narrow
+from adacheck_jax.device.trees import is_narrow
 from adacheck_jax.format.boxes import Box
 from adacheck_jax.update.elements.sample_sites import SampledShape, Sites, Starts, boxes_held
 
