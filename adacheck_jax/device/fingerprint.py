@@ -89,8 +89,9 @@ class Contributions:
         self.replicas: ReplicaSums = {}
         self._shards: list[tuple[int, Box, Holder]] = []
         others: dict[int, Any] = {}
-        replicated = [i for i in on_host if every_replica and _has_replicas(arrays[i])]
-        for leaf, box, holder, data in _replica_shards(replicated, own, picks):
+        replicated = [i for i in on_host if _has_replicas(arrays[i])]
+        shards = _replica_shards(replicated, own, picks) if every_replica else ()
+        for leaf, box, holder, data in shards:
             if data is not None:  # else it is a pick, and its sum is known
                 others[len(self._shards)] = data
             self._shards.append((leaf, box, holder))

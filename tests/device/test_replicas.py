@@ -345,12 +345,7 @@ def test_a_base_of_differing_replicas_is_restored_as_one_of_them(tmp_path, caplo
 def test_off_is_silent_and_looks_at_no_replica(tmp_path, caplog, monkeypatch):
     asked = []
     original = fingerprint._replica_shards
-
-    def shards(leaves, *arguments):
-        asked.extend([leaves] if leaves else [])
-        return original(leaves, *arguments)
-
-    monkeypatch.setattr(fingerprint, "_replica_shards", shards)
+    monkeypatch.setattr(fingerprint, "_replica_shards", lambda *a: asked.append(a) or original(*a))
     run = support.dict_run(support.mesh_of((4, 2)))
     run.advance()
     for mode, count in (("off", 0), ("warn", 1)):
