@@ -33,6 +33,7 @@ from adacheck_jax.adapter import handler
 from adacheck_jax.adapter.restoring import finding, restorer
 from adacheck_jax.adapter.stock import base_checkpoint, descriptions
 from adacheck_jax.device import transfer
+from adacheck_jax.device.loops import programs
 from adacheck_jax.restore import check, compiled_update
 from adacheck_jax.restore import replay as replaying
 from adacheck_jax.restore.deltas import delta_reader
@@ -52,9 +53,10 @@ SAVE = [
     ("  begin", saver.Saver, "begin"),
     ("    take the state apart", planner.Snapshots, "take"),
     ("    plan", planner.Planner, "plan_save"),
-    ("    stage, which dispatches fingerprints and samples", staging.Stager, "stage"),
+    ("    stage", staging.Stager, "stage"),
     ("      copy", copies, "take_copies"),
-    ("        copy on the devices", transfer.Copying, "copies"),
+    ("      compare", planner.Planner, "confirmed"),
+    ("      dispatch copies, fingerprints and samples", programs.Gathering, "dispatch"),
     ("write, in the background", share, "write"),
     ("  wait for the record and the counters", pending.Pending, "settled"),
     ("  wait for fingerprints", pending.Pending, "sums"),

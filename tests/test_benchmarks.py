@@ -1,8 +1,10 @@
 """The benchmarks run, and say what they measured; nothing here looks at how long anything took."""
 
+import importlib
 import json
 import os
 import tempfile
+from pathlib import Path
 
 import pytest
 
@@ -150,3 +152,12 @@ def test_an_accelerator_is_tried_in_minutes(monkeypatch):
     table = accelerator.markdown(result)
     assert "| adamw | delta | full | 0 | exact |" in table
     assert accelerator.measured([0.001], 0, leaves=2, params=2000)["left_out"]
+
+
+def test_all_modules_of_the_benchmarks_find_what_they_measure():
+    root = Path(accelerator.__file__).parent
+    names = [path.relative_to(root).with_suffix("").parts for path in root.rglob("*.py")]
+    modules = [".".join(["benchmarks", *name]) for name in names if name[-1] != "__main__"]
+    for name in modules:
+        importlib.import_module(name.removesuffix(".__init__"))
+    assert len(modules) > 20

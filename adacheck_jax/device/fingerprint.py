@@ -55,8 +55,8 @@ class Contributions:
             accelerators; on the host it costs a pass over each replica.
         staged: boxes that are on their way to the host already, of arrays that are fingerprinted
             there.
-        copied: copies of arrays, for those that are fingerprinted on the host; the constructor does
-            not wait then for what is not among them. None if there are no copies.
+        copied: arrays or, where there are, copies of them that nobody donates, for what is
+            fingerprinted on the host; the constructor need not wait then. None without copies.
         summing: programs for the arrays that are fingerprinted on devices, if they were made for
             arrays of equal shapes and shardings.
 
@@ -80,7 +80,7 @@ class Contributions:
         self._device, self._placed = summing.dispatch(arrays), summing.placed
         whole_picks = whole_picks or picks
         self._picked = {i: whole_picks[i] for i in self._placed}
-        own = arrays if copied is None else {**arrays, **copied}
+        own = arrays if copied is None else copied
         on_host = {i: array for i, array in own.items() if i not in self._placed}
         self._elsewhere = {i: staged for i in on_host if staged is not None and i in staged}
         rest = {i: array for i, array in on_host.items() if i not in self._elsewhere}
@@ -89,8 +89,7 @@ class Contributions:
         self.replicas: ReplicaSums = {}
         self._shards: list[tuple[int, Box, Holder]] = []
         others: dict[int, Any] = {}
-        replicated = [i for i in on_host if _has_replicas(arrays[i])]
-        shards = _replica_shards(replicated, own, picks) if every_replica else ()
+        shards = _replica_shards(on_host, arrays, picks) if every_replica else ()
         for leaf, box, holder, data in shards:
             if data is not None:  # else it is a pick, and its sum is known
                 others[len(self._shards)] = data
@@ -163,21 +162,23 @@ def hashes_on_device(array: Any) -> bool:
     return xla_call.is_ready() and array.ndim < shard_tables.MAX_RANK and not is_narrow(array.dtype)
 
 
-def _has_replicas(array: Any) -> bool:
-    return isinstance(array, jax.Array) and has_replicas(array.sharding, array.shape)
-
-
 def _replica_shards(
-    leaves: Sequence[int], arrays: Mapping[int, Any], picks: Mapping[int, Sequence[transfer.Pick]]
+    held: Mapping[int, Any],
+    arrays: Mapping[int, Any],
+    picks: Mapping[int, Sequence[transfer.Pick]],
 ) -> Iterator[tuple[int, Box, Holder, Any]]:
-    """All addressable shards of arrays that have replicas; without data if they are picked."""
-    for i in leaves:
-        array: jax.Array = programs.now(arrays[i])
-        whole = {position: box for box, position, _ in picks[i]}
-        for position, shard in enumerate(array.addressable_shards):
-            box = Box.from_slices(shard.index or (), array.shape)
-            is_picked = whole.get(position) == box
-            yield i, box, holder_of(shard.device), None if is_picked else shard.data
+    """All addressable shards of the arrays that have replicas; without data if they are picked.
+
+    They are taken from what is ``held`` of the arrays.
+    """
+    for i, given in held.items():
+        array = arrays[i]
+        if isinstance(array, jax.Array) and has_replicas(array.sharding, array.shape):
+            whole = {position: box for box, position, _ in picks[i]}
+            for position, shard in enumerate(programs.now(given).addressable_shards):
+                box = Box.from_slices(shard.index or (), array.shape)
+                is_picked = whole.get(position) == box
+                yield i, box, holder_of(shard.device), None if is_picked else shard.data
 
 
 def of_leaves(arrays: Mapping[int, Any]) -> dict[int, int]:

@@ -42,8 +42,8 @@ class Check:
     """The check of one delta.
 
     Attributes:
-        witness: takes the witness of the state that the delta gives, which may be donated
-            afterwards. What is not taken yet does not hold up a comparison that is waited for.
+        witness: takes the witness of the state that the delta gives, which may be donated once that
+            is dispatched. What is not taken yet does not hold up a comparison that is waited for.
         findings: the comparison, which has all that it needs of the state.
         renew: takes leaves that replay gets wrong from the state's arrays, for the next check; a
             witness that is part of the state itself has nothing to take.

@@ -33,7 +33,7 @@ class HostCopies:
         spare: those of the leaves that it may have to store; nothing waits for them.
         kept: those of them that the next save will compare with.
         fingerprints: the fingerprints, perhaps still being computed.
-        counters: the update counters, by leaf index, of a speculative plan.
+        counters: the update counters, by leaf index, of a speculative plan; perhaps given later.
         seconds: boxes of other processes of which this one's shadow keeps copies.
         waiting: what reads the state until it returns.
     """
@@ -68,14 +68,15 @@ def take_copies(
 ) -> HostCopies:
     """Takes all that a save needs of a state; it may be donated after :meth:`HostCopies.wait`.
 
-    That includes boxes of other processes, its ``seconds``.
+    Where calls are gathered they have to be dispatched before. It takes boxes of other processes
+    too, its ``seconds``.
 
     What lies on an accelerator, or is still being computed, is copied there, and nothing waits for
     that. So are small leaves of a delta that is computed, since one program for all is
     quicker than a look at each; large ones are viewed where the host can.
     """
     structure, arrays = snapshot.structure, dict(enumerate(snapshot.arrays))
-    copies: dict[int, Any] | None = None
+    held: Mapping[int, Any] = arrays
     summing = structure.summing(snapshot.arrays)
     counters = structure.counts if plan.is_speculative else ()
     # One program makes the copies of all processes; on CPU devices each would make its own.
@@ -98,9 +99,8 @@ def take_copies(
         if is_computed and not copying.is_compiled():
             owned, viewed = False, []  # each is viewed until one program is compiled for all
         else:
-            copies = copying.copies(arrays)
+            held = {**arrays, **copying.copies(arrays)}
     kept = frozenset(plan.kept)
-    held = {**arrays, **(copies or {})}
     groups = [plan.kept, tuple(i for i in plan.stored if i not in kept)]
     staged = [Staged({i: held[i] for i in each}, structure.picks) for each in groups]
     if not owned:  # all transfers are started before the first is awaited
@@ -113,7 +113,7 @@ def take_copies(
         structure.whole_picks,
         every_replica=every_replica,
         staged=joined,
-        copied=copies,
+        copied=held if owned else None,
         summing=summing,
     )
     values = {i: held[i] if owned else np.array(arrays[i]) for i in counters}

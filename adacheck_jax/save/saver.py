@@ -175,8 +175,6 @@ class Saver:
         planned, parent = course.plan, None if course.plan.is_base else course.parent
         if parent is not None and parent.save is None:  # what was looked at is gone on from
             self._bases.restart(parent.base_depth)
-        if planned.given_up:
-            planner.line.give_up(0, planned.given_up)
         try:
             begun = self._stager.remember(snapshot, course, own, copies, consent)
             self._stager.returned.clear()

@@ -52,7 +52,7 @@ class Stager:
     Attributes:
         worker: the thread that moves the line's steps on, in order.
         returned: set once the caller has its thread back.
-        wire: sends copies; ``finish`` has to follow a stage, whatever happens.
+        wire: sends copies; ``finish`` has to follow :meth:`remember`, whatever happens.
         last_base: the save of the base that was begun last, or of the step that became one; None
             if it failed, or there is none.
     """
@@ -98,9 +98,10 @@ class Stager:
         gathering = programs.Gathering()
         with gathering.open():
             own, copies = self._taken(snapshot, course, label)
-        # Until here the check has the devices for itself.
+        # Until here the check has CPU devices for itself.
         if (confirmed := self._planner.confirmed(snapshot, course)) is not course:
             gathering.drop()
+            del own, copies
             course = confirmed
             with gathering.open():
                 own, copies = self._taken(snapshot, course, label)

@@ -375,7 +375,11 @@ def test_the_guard_waits_for_a_replica_that_is_just_being_taken(monkeypatch):
     array = jax.device_put(np.arange(128, dtype=np.float32), whole)
     pick = (Box.full((128,)), 0, (slice(0, 128),))
     parts = fingerprint.Contributions(
-        {0: array}, {0: [pick]}, every_replica=True, copied={}, summing=shard_sums.Summing({})
+        {0: array},
+        {0: [pick]},
+        every_replica=True,
+        copied={0: array},
+        summing=shard_sums.Summing({}),
     )
     taking, go_on, take = threading.Event(), threading.Event(), transfer.Staged.__getitem__
 

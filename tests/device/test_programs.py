@@ -143,6 +143,32 @@ def test_what_is_dropped_is_not_dispatched():
     assert results() == start()()
 
 
+@pytest.mark.parametrize("calls_loops", [True, False])
+def test_copies_that_are_dispatched_alone_have_work_for_which_xla_takes_a_thread(
+    calls_loops, monkeypatch
+):
+    xla_call.wait()
+    monkeypatch.setattr(xla_call, "is_ready", lambda: calls_loops)
+    array = jnp.arange(12, dtype=jnp.int32)
+    copier = Copying({0: array})._groups[0][1]
+    text = (
+        copier._program.function.lower([array], np.ones((16, 16), np.float32)).compile().as_text()
+    )
+    assert "dot(" in text or "dot-" in text or "onednn" in text, text
+    assert ("adacheck_copies" in text) == calls_loops
+
+
+def test_whoever_has_taken_one_copy_does_not_keep_the_others():
+    arrays = dict(enumerate(state_on(mesh_of((1,)))))
+    copies = Copying(arrays).copies(arrays)
+    held = weakref.ref(programs.now(copies[1]))
+    assert programs.now(copies[1]) is held()
+    del copies[1]
+    gc.collect()
+    assert held() is None
+    assert np.array_equal(programs.now(copies[0]), arrays[0])
+
+
 KINDS = [np.bool_, np.int8, jnp.bfloat16, np.float32, np.complex64, np.float64]
 
 

@@ -18,7 +18,7 @@ from jax.sharding import Mesh, NamedSharding, Sharding
 
 from adacheck_jax.device.background import in_background
 from adacheck_jax.device.loops import xla_call
-from adacheck_jax.device.loops.programs import Later, Program, now
+from adacheck_jax.device.loops.programs import Later, Program, Result, now
 from adacheck_jax.device.sharding import devices_of
 from adacheck_jax.device.trees import is_narrow
 
@@ -57,7 +57,7 @@ class Copying:
         """
         result: dict[int, Any] = {i: np.array(arrays[i]) for i in self._on_host}
         for group, copier in self._groups:
-            copied = copier.program([arrays[i] for i in group], _EFFORT)
+            copied = copier([arrays[i] for i in group])
             result |= {i: Later(copied, n) for n, i in enumerate(group)}
         return result
 
@@ -78,16 +78,16 @@ class _CopyProgram:
         leaves: Sequence[int],
         calls_loops: bool,
     ) -> None:
-        def copy(arrays: Sequence[jax.Array], effort: jax.Array) -> tuple[Any, ...]:
+        def copy(arrays: Sequence[jax.Array], effort: jax.Array) -> list[jax.Array]:
             if not calls_loops:
-                return (*(jnp.copy(x) for x in arrays), effort @ effort)
+                return [*map(jnp.copy, arrays), effort @ effort]
             copied = xla_call.copies
             if all(isinstance(each, NamedSharding) for each in shardings):
                 specs = [cast(NamedSharding, each).spec for each in shardings]
                 copied = jax.shard_map(
                     copied, mesh=mesh, in_specs=(specs,), out_specs=specs, check_vma=False
                 )
-            return (*copied(arrays), effort)
+            return [*copied(arrays), effort @ effort]
 
         types = [
             jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding)
@@ -96,16 +96,22 @@ class _CopyProgram:
         # jax has to lay out elements of less than a byte as it calls.
         self._is_narrow = any(is_narrow(x.dtype) for x in avals)
         places = [(i, None) for i in leaves] if calls_loops else None
-        function = jax.jit(copy, out_shardings=(*shardings, None))
-        self.program = Program(function, mesh, types, [_EFFORT], places)
+        function = jax.jit(copy, out_shardings=[*shardings, None])
+        self._program = Program(function, mesh, types, [_EFFORT], places)
         self._compiling: Future[None] | None = None
+
+    def __call__(self, arrays: Sequence[jax.Array]) -> Result:
+        """Starts the program; waits for it where it is being compiled."""
+        if self._compiling is not None:
+            self._compiling.result()
+        return self._program(arrays, _EFFORT)
 
     def is_compiled(self) -> bool:
         """True once the program is compiled; begins to compile it."""
         if self._is_narrow:
             return True
         if self._compiling is None:
-            self._compiling = in_background(self.program.compile)
+            self._compiling = in_background(self._program.compile)
         return self._compiling.done()
 
 

@@ -6,7 +6,7 @@ the caller gets less of its processor. So calls are gathered (:class:`Gathering`
 last; what is compiled in no time, as one program. That is compiled in the background; until then
 each is dispatched by itself.
 
-Any thread may ask for a result. The one lock of one is held while its programs are dispatched;
+Any thread may ask for a result. The lock of a gathering is held while its programs are dispatched;
 nothing waits for them under it.
 """
 
@@ -34,14 +34,20 @@ Result = Callable[[], Any]
 
 
 class Later:
-    """One of the arrays that a program returns, which may not be dispatched yet."""
+    """One of the arrays in a list that a program returns, which may not be dispatched yet."""
 
     def __init__(self, result: Result, number: int) -> None:
         self._result, self._number = result, number
+        self._array: jax.Array | None = None
 
     def get(self) -> jax.Array:
-        """The array, perhaps still being computed."""
-        return self._result()[self._number]
+        """The array, perhaps still being computed; the list lets go of it."""
+        if self._array is None:
+            arrays = self._result()
+            if (array := arrays[self._number]) is not None:  # else another thread has just taken it
+                self._array, arrays[self._number] = array, None
+        assert self._array is not None
+        return self._array
 
 
 def now(given: Any) -> Any:
@@ -52,7 +58,8 @@ def now(given: Any) -> Any:
 class Program:
     """A program over arrays on one mesh, which nothing waits for.
 
-    The arrays may be donated once it was called, or once the block of :func:`together` has ended.
+    The arrays may be donated once it was called; where calls are gathered, once they were
+    dispatched.
 
     Args:
         function: jitted function of a list of arrays, and of operands.
@@ -60,7 +67,7 @@ class Program:
         types: shape, data type and sharding of each array.
         operands: those of the operands.
         places: place of each array in a state, if one program of this and others is compiled in no
-            time, as those that copy or call compiled loops; else None.
+            time, as those that call compiled loops; else None.
     """
 
     def __init__(
@@ -123,7 +130,8 @@ class Gathering:
 
     def add(self, call: _Waiting) -> Result:
         """Adds a call."""
-        self._calls.append(call)
+        with self._lock:
+            self._calls.append(call)
         future = call.result  # whoever keeps a result keeps no array
 
         def result() -> Any:

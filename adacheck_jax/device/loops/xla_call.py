@@ -1,4 +1,4 @@
-"""Loops for fingerprints and samples as operations of XLA programs on CPU devices.
+"""Loops for fingerprints, samples and copies as operations of XLA programs on CPU devices.
 
 XLA:CPU does not vectorize integer reductions and takes about 15 times as long as these loops; and
 it takes many seconds to compile a slice of each of many arrays. So a program on CPU devices calls

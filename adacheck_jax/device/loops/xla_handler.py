@@ -1,10 +1,10 @@
-"""The fingerprint's loops as a handler of XLA's foreign function interface, compiled by numba.
+"""Loops for fingerprints, samples and copies as handlers of XLA, compiled by numba.
 
-The interface is one of C structures (``xla/ffi/api/c_api.h`` in ``jax.ffi.include_dir()``). Those
-that are read here are equal in its versions 0.3 to 0.5. XLA asks a handler for its version first,
-and does not call one of a version that it does not support. A call of another major version, or
-with structures of other sizes, changes nothing: then the first result, which
-:mod:`~adacheck_jax.device.loops.xla_call` compares with numpy's, differs.
+XLA's foreign function interface is one of C structures (``xla/ffi/api/c_api.h`` in
+``jax.ffi.include_dir()``). Those that are read here are equal in its versions 0.3 to 0.5. XLA asks
+a handler for its version first, and does not call one of a version that it does not support. A call
+of another major version, or with structures of other sizes, changes nothing: then the first result,
+which :mod:`~adacheck_jax.device.loops.xla_call` compares with numpy's, differs.
 """
 
 from __future__ import annotations

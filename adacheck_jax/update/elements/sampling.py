@@ -138,7 +138,7 @@ class Taker:
             self._compiled.set_exception(error)
 
     def take(self, arrays: Sequence[Any], starts: Starts) -> Sample:
-        """Start to take a sample; the arrays may be donated at once."""
+        """Start to take a sample; the arrays may be donated once it is dispatched."""
         samplers, places = self._compiled.result()
         parts = [part for each in samplers for part in each.dispatch(arrays, starts)]
         others = [_on_host(arrays[i], i, self._sites, starts) for i in self._elsewhere]
