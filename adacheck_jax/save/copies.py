@@ -70,36 +70,12 @@ def take_copies(
 
     Where calls are gathered they have to be dispatched before. It takes boxes of other processes
     too, its ``seconds``.
-
-    What lies on an accelerator, or is still being computed, is copied there, and nothing waits for
-    that. So are small leaves of a delta that is computed, since one program for all is
-    quicker than a look at each; large ones are viewed where the host can.
     """
     structure, arrays = snapshot.structure, dict(enumerate(snapshot.arrays))
-    held: Mapping[int, Any] = arrays
     summing = structure.summing(snapshot.arrays)
     counters = structure.counts if plan.is_speculative else ()
-    # One program makes the copies of all processes; on CPU devices each would make its own.
-    on_accelerator = structure.on_accelerator
-    owned = (plan.is_speculative or not plan.is_base) and (
-        jax.process_count() == 1 or on_accelerator
-    )
-    viewed = list[int]()
-    if owned:
-        copied = {*plan.stored, *plan.kept, *plan.spare, *counters}
-        copied |= {i for i in arrays if i not in summing.placed}
-        is_computed = not on_accelerator and transfer.are_ready(snapshot.arrays)
-        if is_computed:
-            viewed = [
-                i
-                for i in copied.difference(plan.spare)  # views of which would be in the way
-                if structure.leaves[i].nbytes > _COPIED_BYTES
-            ]
-        copying = structure.copying(copied.difference(viewed), snapshot.arrays)
-        if is_computed and not copying.is_compiled():
-            owned, viewed = False, []  # each is viewed until one program is compiled for all
-        else:
-            held = {**arrays, **copying.copies(arrays)}
+    copies, viewed = _copied(snapshot, plan, {*counters, *arrays.keys() - summing.placed.keys()})
+    owned, held = copies is not None, {**arrays, **(copies or {})}
     kept = frozenset(plan.kept)
     groups = [plan.kept, tuple(i for i in plan.stored if i not in kept)]
     staged = [Staged({i: held[i] for i in each}, structure.picks) for each in groups]
@@ -129,6 +105,32 @@ def take_copies(
     if not owned:
         waiting.append(spare.wait)
     return HostCopies(joined, spare, staged[0], fingerprints, values, others, waiting)
+
+
+def _copied(
+    snapshot: Snapshot, plan: SavePlan, others: Collection[int]
+) -> tuple[Mapping[int, Any] | None, Collection[int]]:
+    """Copies on the devices of what the plan takes and of ``others``; and what is viewed instead.
+
+    What lies on an accelerator, or is still being computed, is copied there, and nothing waits for
+    that. So are small leaves of a delta that is computed, since one program for all is quicker than
+    a look at each; large ones are viewed where the host can. Without copies all has to be viewed.
+    """
+    structure = snapshot.structure
+    if plan.is_base and not plan.is_speculative:
+        return None, ()
+    # One program makes the copies of all processes; on CPU devices each would make its own.
+    if jax.process_count() > 1 and not structure.on_accelerator:
+        return None, ()
+    wanted, viewed = {*plan.stored, *plan.kept, *plan.spare, *others}, list[int]()
+    is_computed = not structure.on_accelerator and transfer.are_ready(snapshot.arrays)
+    if is_computed:  # views of what is spare would be in the way
+        large = (i for i in wanted if structure.leaves[i].nbytes > _COPIED_BYTES)
+        viewed = [i for i in large if i not in plan.spare]
+    copying = structure.copying(wanted.difference(viewed), snapshot.arrays)
+    if is_computed and not copying.is_compiled():
+        return None, ()  # each is viewed until one program is compiled for all
+    return copying.copies(dict(enumerate(snapshot.arrays))), viewed
 
 
 def cut_as_restored(saved: Sequence[Leaf], snapshot: Snapshot) -> tuple[Leaf, ...]:
