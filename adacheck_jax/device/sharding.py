@@ -5,9 +5,11 @@ from __future__ import annotations
 import functools
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, cast
 
 import jax
+import numpy as np
+from jax.sharding import Mesh, NamedSharding
 
 from adacheck_jax.format.boxes import Box, Cuts, cuts_of, grid
 
@@ -79,6 +81,15 @@ def layout_of(sharding: jax.sharding.Sharding, shape: tuple[int, ...]) -> Layout
     holders = holders_of(sharding, shape)
     processes = (tuple(sorted({h.process for h in each})) for each in holders.values())
     return Layout(cuts_of(holders, shape), tuple(processes))
+
+
+def mesh_of(array: jax.Array) -> Mesh | None:
+    """The mesh by which programs name the devices of an array; None if there is none."""
+    if isinstance(array.sharding, NamedSharding):
+        return cast(Mesh, array.sharding.mesh)
+    if len(array.sharding.device_set) == 1:
+        return Mesh(np.array([*array.sharding.device_set]), ("d",))
+    return None
 
 
 def devices_of(array: Any) -> tuple[int, ...]:

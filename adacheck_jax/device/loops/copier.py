@@ -19,7 +19,7 @@ from jax.sharding import Mesh, NamedSharding, Sharding
 from adacheck_jax.device.background import in_background
 from adacheck_jax.device.loops import xla_call
 from adacheck_jax.device.loops.programs import Later, Program, Result, now
-from adacheck_jax.device.sharding import devices_of
+from adacheck_jax.device.sharding import devices_of, mesh_of
 from adacheck_jax.device.trees import is_narrow
 
 
@@ -37,7 +37,7 @@ class Copying:
         groups: dict[Any, list[int]] = {}  # a program takes its devices in one order
         for index, array in arrays.items():
             if isinstance(array, jax.Array):
-                groups.setdefault((_mesh_of(array), devices_of(array)), []).append(index)
+                groups.setdefault((mesh_of(array), devices_of(array)), []).append(index)
         self._groups = list[tuple[Sequence[int], _CopyProgram]]()
         for (mesh, _), group in groups.items():
             found: list[Any] = [arrays[index] for index in group]
@@ -126,12 +126,3 @@ def _calls_loops(mesh: Mesh | None, avals: Sequence[Any]) -> bool:
     """True if a compiled loop copies such arrays on a mesh."""
     is_cpu = mesh is not None and mesh.devices.flat[0].platform == "cpu"
     return is_cpu and xla_call.is_ready() and not any(is_narrow(x.dtype) for x in avals)
-
-
-def _mesh_of(array: jax.Array) -> Mesh | None:
-    """The mesh that programs know the devices of an array as; None if there is none."""
-    if isinstance(array.sharding, NamedSharding):
-        return cast(Mesh, array.sharding.mesh)
-    if len(array.sharding.device_set) == 1:
-        return Mesh(np.array([*array.sharding.device_set]), ("d",))
-    return None

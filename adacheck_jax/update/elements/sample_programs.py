@@ -26,7 +26,7 @@ from adacheck_jax.format.boxes import Box
 from adacheck_jax.update.elements.sample_sites import SampledShape, Sites, Starts, boxes_held
 
 
-def mesh_of(array: Any, devices: Sequence[int]) -> Mesh | None:
+def sampled_mesh_of(array: Any, devices: Sequence[int]) -> Mesh | None:
     """The mesh of an array that lies on all devices that sample, and that programs take; or None.
 
     Elements of less than a byte have another layout in a program than outside of it.
@@ -35,11 +35,7 @@ def mesh_of(array: Any, devices: Sequence[int]) -> Mesh | None:
         return None
     if {device.id for device in array.sharding.addressable_devices} != set(devices):
         return None
-    if isinstance(array.sharding, NamedSharding):
-        return cast(Mesh, array.sharding.mesh)
-    if len(array.sharding.device_set) == 1:
-        return Mesh(np.array([*array.sharding.device_set]), ("d",))
-    return None
+    return sharding.mesh_of(array)
 
 
 _AT_ONCE = 32

@@ -24,7 +24,7 @@ from adacheck_jax.update.elements.sample_programs import (
     MeshSampler,
     Part,
     SampledLeaf,
-    mesh_of,
+    sampled_mesh_of,
 )
 from adacheck_jax.update.elements.sample_sites import Sites, Starts
 
@@ -115,7 +115,7 @@ class Taker:
         self._on_mesh: dict[Mesh, dict[int, SampledLeaf]] = {}
         self._elsewhere: list[int] = []
         for i in _leaves_of(roles):
-            mesh = mesh_of(arrays[i], sites.devices)
+            mesh = sampled_mesh_of(arrays[i], sites.devices)
             if mesh is None:
                 self._elsewhere.append(i)
             else:
