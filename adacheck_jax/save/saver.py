@@ -176,7 +176,7 @@ class Saver:
         if parent is not None and parent.save is None:  # what was looked at is gone on from
             self._bases.restart(parent.base_depth)
         try:
-            begun = self._stager.remember(snapshot, course, own, copies, consent)
+            begun = self._stager.hand_to_shadow(snapshot, course, own, copies, consent)
             self._stager.returned.clear()
             exporting = None if begun is None else self._stager.export(planned.structure)
             decision = planned.decision
@@ -358,7 +358,7 @@ class Saver:
         is_known = is_known and not (isinstance(before, Pending) and before.plan.is_speculative)
         course, own, copies = self._stager.stage(snapshot, course, f"recorded step {number}")
         try:
-            self._stager.remember(snapshot, course, own, copies, consent)
+            self._stager.hand_to_shadow(snapshot, course, own, copies, consent)
             copies.wait()
         finally:
             self._stager.wire.finish()

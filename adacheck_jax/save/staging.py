@@ -52,7 +52,7 @@ class Stager:
     Attributes:
         worker: the thread that moves the line's steps on, in order.
         returned: set once the caller has its thread back.
-        wire: sends copies; ``finish`` has to follow :meth:`remember`, whatever happens.
+        wire: sends copies; ``finish`` has to follow :meth:`hand_to_shadow`, whatever happens.
         last_base: the save of the base that was begun last, or of the step that became one; None
             if it failed, or there is none.
     """
@@ -98,29 +98,29 @@ class Stager:
         gathering = programs.Gathering()
         with gathering.open():
             own, copies = self._taken(snapshot, course, label)
-        # Until here the check has CPU devices for itself.
+        # Until here the check has the devices for itself.
         if (confirmed := self._planner.confirmed(snapshot, course)) is not course:
             gathering.drop()
             del own, copies
             course = confirmed
             with gathering.open():
                 own, copies = self._taken(snapshot, course, label)
+        with gathering.open():  # on accelerators a sample is dispatched at once, and all with it
+            self._compare(snapshot, course, own)
         gathering.dispatch()  # before other threads take turns with this one
         return course, own, copies
 
     def _taken(self, snapshot: Snapshot, course: Course, label: str) -> tuple[Pending, HostCopies]:
-        """The step with all that is taken of its state, and the copies among it."""
+        """The step with the copies that are taken of its state."""
         planned, every_replica = course.plan, self._options.check_replicas != "off"
         wanted = _wanted(planned)
         if planned.is_base:  # of what updates touch the shadow gets all that is here
             wanted -= snapshot.structure.touched
         seconds = self.seconds(snapshot, wanted, is_base=planned.is_base)
         copies = host_copies.take_copies(snapshot, planned, seconds, every_replica=every_replica)
-        own = self._pending(snapshot, course, label, copies)
-        self._compare(snapshot, course, own)
-        return own, copies
+        return self._pending(snapshot, course, label, copies), copies
 
-    def remember(
+    def hand_to_shadow(
         self,
         snapshot: Snapshot,
         course: Course,

@@ -150,11 +150,9 @@ def test_copies_that_are_dispatched_alone_have_work_for_which_xla_takes_a_thread
     xla_call.wait()
     monkeypatch.setattr(xla_call, "is_ready", lambda: calls_loops)
     array = jnp.arange(12, dtype=jnp.int32)
-    copier = Copying({0: array})._groups[0][1]
-    text = (
-        copier._program.function.lower([array], np.ones((16, 16), np.float32)).compile().as_text()
-    )
-    assert "dot(" in text or "dot-" in text or "onednn" in text, text
+    function = Copying({0: array})._groups[0][1]._program.function
+    text = function.lower([array], np.ones((16, 16), np.float32)).compile().as_text()
+    assert " dot(" in text
     assert ("adacheck_copies" in text) == calls_loops
 
 

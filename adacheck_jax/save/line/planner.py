@@ -132,7 +132,7 @@ class Planner:
         parent = parent or self.line.choose(directory, counts)
         facts = self._situation(snapshot, directory, step, counts, parent, again, replayable)
         tip = self.line.tip_behind(parent) if parent else None
-        course = self._left(Course(save_plan.plan(facts, self._options), parent, tip, again))
+        course = self._giving_up(Course(save_plan.plan(facts, self._options), parent, tip, again))
         witness = tip and tip.witness
         if course.plan.decision.kind != "replay" or parent is None or witness is None:
             return course
@@ -279,7 +279,7 @@ class Planner:
                 "another program than a restore would; from now on its updates are compared in full"
             )
             made = save_plan.decided(facts, unplanned(reason), self._options)
-            return self._left(dataclasses.replace(course, plan=made, check=None))
+            return self._giving_up(dataclasses.replace(course, plan=made, check=None))
         wrong = frozenset(findings) - save_plan.known_unreplayed(facts)
         if planned.unchanged and jax.process_count() == 1:  # others may not know the values yet
             expected, own = before.sums(), sums_of(snapshot, planned.unchanged)
@@ -297,13 +297,13 @@ class Planner:
         if facts.process_count == 1 and 2 * wrong_bytes > whole_bytes:
             reason = told(structure, sorted(wrong))
             made = save_plan.decided(facts, Decision("base", reason), self._options)
-            return self._left(dataclasses.replace(course, plan=made, check=None))
+            return self._giving_up(dataclasses.replace(course, plan=made, check=None))
         check.renew(snapshot.arrays, wrong)
         made = save_plan.planned(facts, planned.decision, self._options, wrong=wrong)
         made = dataclasses.replace(made, unhealed=tuple(sorted(unhealed)))
         return dataclasses.replace(course, plan=made)
 
-    def _left(self, course: Course) -> Course:
+    def _giving_up(self, course: Course) -> Course:
         """Gives up the deferred steps that a plan leaves behind."""
         if reason := course.plan.given_up:
             self.line.give_up(0, reason)
