@@ -200,13 +200,22 @@ def environment() -> dict[str, str]:
 
 
 def apply_updates(params: trees.PyTree, updates: trees.PyTree) -> trees.PyTree:
-    """``optax.apply_updates``, except that None for an update leaves a param as it is (equinox)."""
-    return jax.tree.map(
-        lambda p, u: p if u is None else optax.apply_updates(p, u),
-        params,
-        updates,
-        is_leaf=lambda x: x is None,
-    )
+    """``optax.apply_updates``, except that None for an update leaves a param as it is (equinox).
+
+    And an update that is NaN is the new param: which of two NaNs a sum gives is its compiler's
+    choice, and training has given the update's if both were NaN by training alone.
+    """
+
+    def applied(param: Any, update: Any) -> Any:
+        if update is None:
+            return param
+        result = optax.apply_updates(param, update)
+        if not jnp.issubdtype(jnp.result_type(update), jnp.floating):
+            return result
+        own = jnp.broadcast_to(update, result.shape)
+        return jax.lax.select(own != own, own.astype(result.dtype), result)
+
+    return jax.tree.map(applied, params, updates, is_leaf=lambda x: x is None)
 
 
 def platform() -> str:

@@ -183,6 +183,16 @@ def test_the_exported_update_folded_over_records_gives_every_bit_of_training(
     assert [x.sharding for x in params] == shardings
 
 
+@pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])
+def test_of_two_nans_a_new_param_is_the_updates(dtype):
+    updates = jnp.resize(jnp.array([jnp.nan, -jnp.nan, 1.0, 0.0], jnp.float32), 1000)
+    params = jnp.repeat(jnp.array([jnp.nan, -jnp.nan, 2.0, -0.0], dtype), 250)
+    found = np.asarray(jax.jit(update_program.apply_updates)(params, updates))
+    is_nan = np.isnan(np.asarray(updates))
+    expected = np.where(is_nan, updates.astype(dtype), optax.apply_updates(params, updates))
+    assert_same_bits(found, [expected])
+
+
 def test_the_fold_consumes_the_state_that_it_is_given():
     recorder, first, _, records = trained(optax.adamw(1e-2), PARAMS, 1)
     params, inner = copied(leaves_of(*first))
