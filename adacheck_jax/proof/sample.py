@@ -15,16 +15,17 @@ from adacheck_jax.state.exported_update import ExportedUpdate
 from adacheck_jax.state.snapshot import Structure
 from adacheck_jax.update import program as update_program
 from adacheck_jax.update.elements.pieces import Pieces
-from adacheck_jax.update.elements.sample_sites import Starts
+from adacheck_jax.update.elements.sample_sites import Sites, Starts
 from adacheck_jax.update.elements.sampling import Sample, Taker, from_host
 
 
 class Sampling:
     """Replays samples of the leaves."""
 
-    def __init__(self, structure: Structure, program: ExportedUpdate, pieces: Pieces) -> None:
-        assert structure.sites is not None
-        self._structure, self._sites, self._pieces = structure, structure.sites, pieces
+    def __init__(
+        self, structure: Structure, program: ExportedUpdate, pieces: Pieces, sites: Sites
+    ) -> None:
+        self._structure, self._sites, self._pieces = structure, sites, pieces
         self._program = program
         self._compared = frozenset(program.compared(structure))
         # Before an update less is needed than behind it.

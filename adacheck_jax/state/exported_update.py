@@ -21,12 +21,15 @@ from adacheck_jax.state.snapshot import Structure
 from adacheck_jax.update import exactness, exported_program
 from adacheck_jax.update import program as update_program
 from adacheck_jax.update.elements.pieces import Pieces, UnevenError
-from adacheck_jax.update.elements.sample_sites import WHOLE_ELEMENTS
+from adacheck_jax.update.elements.sample_sites import WHOLE_ELEMENTS, Sites
 from adacheck_jax.update.exactness import Level
 from adacheck_jax.update.recorder import Recorder
 
 Check = Literal["auto", "sample", "full"]
-"""Elements of a delta's replay that are compared with the state before the delta is saved."""
+"""Elements of a delta's replay that are compared with the state before the delta is saved.
+
+``auto`` is a sample, and all of them by a copy of the state in host memory where that is possible.
+"""
 Engine = Literal["sample", "full", "identity"]
 """Ways to compare a replay with its state: see :mod:`~adacheck_jax.proof`."""
 
@@ -52,6 +55,7 @@ class ExportedUpdate:
         elementwise: True if each computed element follows from those of its own place.
         engine: way in which replay is checked.
         pieces: the updates on samples, for the engine of that name.
+        sites: the places of these samples.
         function: the updates over flat leaves; one object, so that it is compiled once.
         warnings: reasons why some leaves are stored as bit patterns, to be told once.
         arithmetic: settings that the updates were traced with.
@@ -67,6 +71,7 @@ class ExportedUpdate:
     elementwise: bool = False
     engine: Engine = "sample"
     pieces: Pieces | None = None
+    sites: Sites | None = None
     function: update_program.UpdateFunction | None = None
     warnings: tuple[str, ...] = ()
     arithmetic: Arithmetic = dataclasses.field(default_factory=Arithmetic.current)
@@ -237,17 +242,23 @@ class ExportedUpdates:
                 return ExportedUpdate(problem=problem, reducing=reducing)
             warnings.append(problem)
         engine: Engine = "full"
+        elementwise = all(level is Level.ELEMENT for level in found.levels)
         pieces: Pieces | None = None
+        sites = structure.sites
         if is_separate and not self._identity_fails:
             engine = "identity"
         elif self._check != "full":
             stored = {*unreplayed, *passed}
             replayed = {i: x for i, x in levels.items() if i not in stored and leaves[i].nbytes}
-            moved, pieces = {*replayed}, _pieces(structure, function, specs, passed)
-            if pieces is not None and structure.sites is not None:
+            assert sites is not None
+            # A shadow on the host follows such an update, and compares all of it.
+            if self._check == "auto" and pinned and elementwise and not structure.on_accelerator:
+                sites = sites.thinned()
+            moved, pieces = {*replayed}, _pieces(structure, function, specs, sites, passed)
+            if pieces is not None:
                 engine = "sample"
                 moved = {i for i, each in replayed.items() if each is not Level.ELEMENT}
-                moved |= structure.sites.uncovered.intersection(replayed)
+                moved |= sites.uncovered.intersection(replayed)
             is_enough = pieces is not None and not moved
             copied_bytes = sum(leaves[i].nbytes for i in computed)
             if not is_enough and copied_bytes <= _COPIED_BYTES:
@@ -264,9 +275,10 @@ class ExportedUpdates:
             passed=passed,
             unreplayed=frozenset(unreplayed),
             pinned=pinned and not own,
-            elementwise=all(level is Level.ELEMENT for level in found.levels),
+            elementwise=elementwise,
             engine=engine,
             pieces=pieces if engine == "sample" else None,
+            sites=sites if engine == "sample" else None,
             function=function,
             warnings=tuple(warnings),
         )
@@ -276,14 +288,13 @@ def _pieces(
     structure: Structure,
     function: update_program.UpdateFunction,
     specs: list[list[Any]],
+    sites: Sites,
     passed: tuple[int, ...],
 ) -> Pieces | None:
     """The update on samples; None if it does something else to them than to whole leaves."""
-    assert structure.sites is not None
     switches = update_program.switches(len(structure.bindings))
     try:
-        sizes = structure.sites.sizes
-        return Pieces(function, specs, structure.arguments, switches, sizes, passed)
+        return Pieces(function, specs, structure.arguments, switches, sites.sizes, passed)
     except (UnevenError, TypeError, ValueError) as error:
         _log.info("The update cannot be computed on samples: %s", error)
         return None

@@ -209,11 +209,11 @@ def apply_updates(params: trees.PyTree, updates: trees.PyTree) -> trees.PyTree:
     def applied(param: Any, update: Any) -> Any:
         if update is None:
             return param
-        result = optax.apply_updates(param, update)
+        result: Any = optax.apply_updates(param, update)
         if not jnp.issubdtype(jnp.result_type(update), jnp.floating):
             return result
         own = jnp.broadcast_to(update, result.shape)
-        return jax.lax.select(own != own, own.astype(result.dtype), result)
+        return jax.lax.select(jax.lax.ne(own, own), own.astype(result.dtype), result)
 
     return jax.tree.map(applied, params, updates, is_leaf=lambda x: x is None)
 

@@ -59,7 +59,7 @@ def is_found(elements: int, first: int, count: int, seed: int, root: Path) -> bo
 
     random = np.random.default_rng(seed)
     begin = int(random.integers(1_000_000))  # the start of a sample depends on the step's number
-    handler = adacheck.AdaCheckHandler(recorder)
+    handler = adacheck.AdaCheckHandler(recorder, shadow=None)
     with ocp.CheckpointManager(root, item_handlers=handler) as manager:
         for number in range(begin, begin + SAVES):
             state = step(state, random.standard_normal(elements, np.float32))

@@ -129,3 +129,12 @@ def test_a_recorder_keeps_few_values():
     made = [recorder.once(key, object) for key in range(100)]
     assert recorder.once(99, object) is made[99]
     assert recorder.once(0, object) is not made[0]
+
+
+@pytest.mark.parametrize("pin", [True, False])
+def test_a_sample_is_smaller_where_a_shadow_follows_the_update(pin):
+    def sampled(check):
+        recorder, params = adacheck.Recorder(optax.adam(0.1), pin=pin), {"w": jnp.zeros(2**20)}
+        return max(exported_by_a_new_handler(recorder, params, check).sites.sizes.values())
+
+    assert sampled("sample") == pytest.approx((4 if pin else 1) * sampled("auto"), rel=0.01)

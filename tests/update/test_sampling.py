@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
 from adacheck_jax.device.loops import xla_call
+from adacheck_jax.device.loops.programs import Gathering
 from adacheck_jax.update.elements.sample_sites import SAMPLE_ELEMENTS, WHOLE_ELEMENTS, Sites
 from adacheck_jax.update.elements.sampling import Taker, from_host
 from tests.support import mesh_of
@@ -58,7 +59,11 @@ def assert_same_samples(arrays, numbers=(0, 1, 5)):
     sites, roles, taker = samplers(arrays)
     for number in numbers:
         starts, others = sites.starts_at(number), sites.starts_at(number + 1)
-        for sample, own in [(taker.take(arrays, own), own) for own in (starts, others)]:
+        samples = [(taker.take(arrays, own), own) for own in (starts, others)]
+        with (gathering := Gathering()).open():
+            samples.append((taker.take(arrays, starts), starts))
+        gathering.dispatch()
+        for sample, own in samples:
             host = from_host(arrays, sites, own, roles).vectors(roles)
             found = sample.vectors(roles)
             assert [*found] == [*host] == roles
@@ -162,13 +167,14 @@ def sites_of(shape):
 
 
 @settings(max_examples=20, deadline=None)
-@given(st.integers(0, 2**30), LARGE)
-def test_as_many_neighbours_as_the_stride_are_always_met(seed, shape):
-    sites = sites_of(shape)
+@given(st.integers(0, 2**30), LARGE, st.booleans())
+def test_as_many_neighbours_as_the_stride_are_always_met(seed, shape, is_thinned):
+    sites = sites_of(shape).thinned() if is_thinned else sites_of(shape)
     (own,) = sites.shapes
     mask = sampled(sites, shape, seed)
     places = np.flatnonzero(mask)
-    assert SAMPLE_ELEMENTS <= mask.sum() <= 2 * SAMPLE_ELEMENTS
+    least = SAMPLE_ELEMENTS // 4 if is_thinned else SAMPLE_ELEMENTS
+    assert least <= mask.sum() <= 2 * least
     assert np.diff(places).max() <= own.stride
     assert places[0] < own.stride
     assert places[-1] >= mask.size - own.stride
@@ -190,3 +196,18 @@ def test_starts_depend_on_the_number_alone():
     one, two = (sites_of((300, 300)) for _ in range(2))
     assert one.starts_at(7).tolist() == two.starts_at(7).tolist()
     assert len({one.starts_at(number)[0, 0] for number in range(20)}) > 10
+
+
+def test_thinned_places_are_fewer_of_large_leaves_alone_and_leave_the_others_as_they_are():
+    arrays = arrays_on(mesh_of((4, 2)))
+    sites = Sites(range(len(arrays)), arrays)
+    before, thinned = sites.sizes, sites.thinned()
+    for i, array in enumerate(arrays):
+        is_large = array.size > WHOLE_ELEMENTS
+        assert thinned.sizes[i] < before[i] if is_large else thinned.sizes[i] == before[i]
+    assert sites.sizes == before
+    assert thinned != sites
+    starts = thinned.starts_at(3)
+    roles = [(i,) for i in range(len(arrays))]
+    vectors = from_host(arrays, thinned, starts, roles).vectors(roles)
+    assert {i: vectors[i,].shape[1] for i in before} == thinned.sizes
