@@ -11,21 +11,20 @@ import jax
 from adacheck_jax.device import jax_settings
 from adacheck_jax.device.background import in_background
 from adacheck_jax.proof.checker import Check, Findings, Sums, Witness
-from adacheck_jax.state.exported_update import ExportedUpdate
+from adacheck_jax.state.exported_update import ExportedUpdate, sites_of
 from adacheck_jax.state.snapshot import Structure
 from adacheck_jax.update import program as update_program
 from adacheck_jax.update.elements.pieces import Pieces
-from adacheck_jax.update.elements.sample_sites import Sites, Starts
+from adacheck_jax.update.elements.sample_sites import Starts
 from adacheck_jax.update.elements.sampling import Sample, Taker, from_host
 
 
 class Sampling:
     """Replays samples of the leaves."""
 
-    def __init__(
-        self, structure: Structure, program: ExportedUpdate, pieces: Pieces, sites: Sites
-    ) -> None:
-        self._structure, self._sites, self._pieces = structure, sites, pieces
+    def __init__(self, structure: Structure, program: ExportedUpdate, pieces: Pieces) -> None:
+        self._sites = sites_of(structure, is_thinned=program.is_thinned)
+        self._structure, self._pieces = structure, pieces
         self._program = program
         self._compared = frozenset(program.compared(structure))
         # Before an update less is needed than behind it.

@@ -55,7 +55,8 @@ class ExportedUpdate:
         elementwise: True if each computed element follows from those of its own place.
         engine: way in which replay is checked.
         pieces: the updates on samples, for the engine of that name.
-        sites: the places of these samples.
+        is_thinned: True if these samples are of fewer places
+            (:meth:`~adacheck_jax.update.elements.sample_sites.Sites.thinned`).
         function: the updates over flat leaves; one object, so that it is compiled once.
         warnings: reasons why some leaves are stored as bit patterns, to be told once.
         arithmetic: settings that the updates were traced with.
@@ -71,7 +72,7 @@ class ExportedUpdate:
     elementwise: bool = False
     engine: Engine = "sample"
     pieces: Pieces | None = None
-    sites: Sites | None = None
+    is_thinned: bool = False
     function: update_program.UpdateFunction | None = None
     warnings: tuple[str, ...] = ()
     arithmetic: Arithmetic = dataclasses.field(default_factory=Arithmetic.current)
@@ -176,7 +177,10 @@ class ExportedUpdates:
         """The updates as they were trained, whatever the caller of a save has set."""
         signatures = [(each.signature, each.derived) for each in structure.bindings]
         sites, recorder = structure.sites, structure.bindings[0].recorder
-        sharing = (sites.uncovered, tuple(sites.sizes.items())) if sites else None
+        sharing: Any = None
+        if sites is not None:
+            sizes = (tuple(each.sizes.items()) for each in (sites, sites.thinned()))
+            sharing = (sites.uncovered, *sizes)
         with (recorder.arithmetic or Arithmetic.current()).applied():
             arguments = structure.arguments
             specs = [[_abstract(structure.leaves[i]) for i in indices] for indices in arguments]
@@ -243,17 +247,16 @@ class ExportedUpdates:
             warnings.append(problem)
         engine: Engine = "full"
         elementwise = all(level is Level.ELEMENT for level in found.levels)
+        # A shadow on the host follows such an update, and compares all of it.
+        is_thinned = self._check == "auto" and pinned and elementwise
+        is_thinned = is_thinned and not structure.on_accelerator
         pieces: Pieces | None = None
-        sites = structure.sites
         if is_separate and not self._identity_fails:
             engine = "identity"
         elif self._check != "full":
             stored = {*unreplayed, *passed}
             replayed = {i: x for i, x in levels.items() if i not in stored and leaves[i].nbytes}
-            assert sites is not None
-            # A shadow on the host follows such an update, and compares all of it.
-            if self._check == "auto" and pinned and elementwise and not structure.on_accelerator:
-                sites = sites.thinned()
+            sites = sites_of(structure, is_thinned=is_thinned)
             moved, pieces = {*replayed}, _pieces(structure, function, specs, sites, passed)
             if pieces is not None:
                 engine = "sample"
@@ -278,10 +281,16 @@ class ExportedUpdates:
             elementwise=elementwise,
             engine=engine,
             pieces=pieces if engine == "sample" else None,
-            sites=sites if engine == "sample" else None,
+            is_thinned=engine == "sample" and is_thinned,
             function=function,
             warnings=tuple(warnings),
         )
+
+
+def sites_of(structure: Structure, *, is_thinned: bool) -> Sites:
+    """The places of samples of a structure's updates."""
+    assert structure.sites is not None
+    return structure.sites.thinned() if is_thinned else structure.sites
 
 
 def _pieces(

@@ -77,7 +77,7 @@ def reader(
     """
     from adacheck_jax.device.loops import xla_handler  # imported there
 
-    return xla_handler.Reader(_handlers[-1].ctypes, shapes, table, size_bytes)
+    return xla_handler.SampleReader(_handlers[-1].ctypes, shapes, table, size_bytes)
 
 
 def copies(arrays: Sequence[jax.Array]) -> Sequence[jax.Array]:
@@ -149,7 +149,7 @@ def _tried() -> bool:
         is_sum = int(total.view(np.uint64)[0, 0]) == fingerprint.multilinear(block, (5, 7))
         expected = block[box.slices].reshape(-1)[9::17][:100]
         is_copied = np.array_equal(copied, block) and few[0, 0] == block[0, 0]
-        reader = xla_handler.Reader(sampled.ctypes, [block.shape], table, 400)
+        reader = xla_handler.SampleReader(sampled.ctypes, [block.shape], table, 400)
         read = reader([block.ctypes.data], np.array([9]))
         found = taken.view(np.uint32), read.view(np.uint32)
         if is_sum and is_copied and all(np.array_equal(each, expected) for each in found):

@@ -179,7 +179,7 @@ def _sampled(items: Any, count: Any, table: Any, columns: Any, starts: Any, outp
     _take_all(shards, rows, starts, output)
 
 
-class Reader:
+class SampleReader:
     """Takes samples of arrays whose addresses are known, in the calling thread.
 
     Args:
@@ -230,7 +230,7 @@ def _copies(address: Any) -> Any:
 
 
 def compiled() -> tuple[Any, Any, Any, Any]:
-    """Compiles the handlers of sums, samples and copies, and what :class:`Reader` calls.
+    """Compiles the handlers of sums, samples and copies, and what :class:`SampleReader` calls.
 
     Or loads them from disk.
 

@@ -434,8 +434,8 @@ def _refuse(step: int, _updates: Sequence[int]) -> Findings:
 
 def checker_of(structure: Structure, program: ExportedUpdate) -> Checker:
     """The engine that compares the replays of a structure; compiles in the background."""
-    if program.pieces is not None and program.sites is not None:
-        return Sampling(structure, program, program.pieces, program.sites)
+    if program.pieces is not None:
+        return Sampling(structure, program, program.pieces)
     return (second_copy.Following if program.engine == "full" else Identity)(structure, program)
 
 

@@ -189,7 +189,7 @@ def _thinned(taken: SampledShape) -> SampledShape:
 
 def _apart(column: int, sites: Mapping[int, Box], stride: int) -> SampledShape:
     """Elements of sites of one shape that lie at most a stride apart."""
-    site = next(iter(sites.values()))
+    site = next(iter(sites.values()), Box((), ()))
     stride = min(stride, site.size)
     while stride > 1 and math.gcd(stride, site.shape[-1]) > 1:  # else some columns are never met
         stride -= 1
