@@ -123,6 +123,7 @@ def test_every_figure_has_a_source():
             assert figure.value >= 0
 
 
+@pytest.mark.slow
 def test_sensitivity_varies_what_is_uncertain():
     rows = sensitivities(TABLES, dataclasses.replace(LLAMA, duration_s=DAY_S), runs=2)
     found = {(each.system, each.figure): each for each in rows}

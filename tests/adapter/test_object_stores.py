@@ -148,6 +148,7 @@ def test_recorded_steps_are_written_with_the_next_one(root):
             assert_same_bits(manager.restore(4, args=args), state)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("store", ["gcs"], indirect=True)  # of S3 tensorstore asks twice
 def test_a_delta_is_six_requests(root, store):
     run = dict_run(mesh_of((1, 1)))
@@ -167,6 +168,7 @@ def test_a_delta_is_six_requests(root, store):
     assert sorted(name for method, name in ours if method == "GET") == looks
 
 
+@pytest.mark.slow
 @pytest.mark.first(1)
 def test_a_step_without_orbaxs_mark_does_not_exist(root):
     run = dict_run(mesh_of((1, 1)))
@@ -189,6 +191,7 @@ def test_a_step_without_orbaxs_mark_does_not_exist(root):
     assert kinds_of(root)[-1] == (3, DeltaManifest)
 
 
+@pytest.mark.slow
 @pytest.mark.first(1, slow=6)  # one of them on s3
 @pytest.mark.parametrize(
     "lost", ["deleted", "replaced", "uncommitted", "base deleted", "data deleted"]
@@ -218,6 +221,7 @@ def test_no_delta_is_left_behind_a_parent_that_is_gone(root, lost):
     assert kinds_of(root)[-1][1] is BaseManifest
 
 
+@pytest.mark.slow
 def test_of_two_jobs_that_save_a_step_one_is_told(root):
     first, second = dict_run(mesh_of((1, 1))), dict_run(mesh_of((1, 1)))
     with manager_of(root, first) as one:
@@ -465,6 +469,7 @@ def test_a_base_that_failed_is_saved_again_by_the_same_process(root, store):
         assert_same_bits(manager.restore(1, args=args), host_copy(run.state))
 
 
+@pytest.mark.slow
 @pytest.mark.first(1)
 def test_steps_with_a_prefix_and_items_that_are_numbers(root):
     run, keep = dict_run(mesh_of((1, 1))), kept()

@@ -205,6 +205,7 @@ def test_a_process_that_lives_but_does_not_report_is_waited_for_longer(run_of):
             each.result()
 
 
+@pytest.mark.slow
 def test_a_process_that_did_not_begin_to_save_yet_is_not_taken_for_dead(run_of):
     run = run_of(2, replace(SILENCED, report_s=2.0))
     first = run.processes[0].exchange("/run/3")

@@ -111,6 +111,7 @@ def mixed_root(tmp_path):
     return tmp_path, run, states
 
 
+@pytest.mark.slow
 def test_fallback_takes_a_verified_step(mixed_root, caplog):
     root, run, states = mixed_root
     (root / "4" / "default" / "adacheck" / "manifest.json").write_text("{}")
@@ -126,6 +127,7 @@ def test_fallback_takes_a_verified_step(mixed_root, caplog):
         assert handler.restored.verified
 
 
+@pytest.mark.slow
 def test_the_newest_restorable_step_is_one_that_verifies(mixed_root, caplog):
     root, _, _ = mixed_root
     assert adacheck.latest_restorable(root) == 4

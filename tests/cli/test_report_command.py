@@ -97,6 +97,7 @@ def test_json_has_the_fields_of_the_report(run):
     assert json.loads(done.output).keys() == {f.name for f in dataclasses.fields(Report)}
 
 
+@pytest.mark.slow
 def test_a_damaged_step_is_told_by_the_exit_code_and_the_page_is_there(run, tmp_path):
     (run / "2/default/adacheck/manifest.json").write_text("{}")
     output = tmp_path / "report.html"

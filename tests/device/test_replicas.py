@@ -275,6 +275,7 @@ def warnings_in(caplog):
     return [record.getMessage() for record in caplog.records if record.name == name]
 
 
+@pytest.mark.slow
 @pytest.mark.covering(1)
 @pytest.mark.parametrize("asynchronous", [True, False], ids=["async", "sync"])
 def test_a_manager_warns_once_and_saves(tmp_path, caplog, engine, asynchronous):
@@ -302,6 +303,7 @@ def test_a_manager_warns_once_and_saves(tmp_path, caplog, engine, asynchronous):
             support.assert_same_bits(manager.restore(step, args=target), expected)
 
 
+@pytest.mark.slow
 @pytest.mark.covering(1)
 @pytest.mark.parametrize("asynchronous", [True, False], ids=["async", "sync"])
 @pytest.mark.parametrize("first", [True, False], ids=["base", "delta"])
@@ -580,6 +582,7 @@ def find_record(opt_state):
     return next(x.adacheck_record for x in opt_state if hasattr(x, "adacheck_record"))
 
 
+@pytest.mark.slow
 @pytest.mark.covering(1)
 @pytest.mark.parametrize("mode", ["warn", "off"])
 @pytest.mark.parametrize(

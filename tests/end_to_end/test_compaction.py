@@ -127,6 +127,7 @@ def test_differences_of_bits_are_compacted(tmp_path):
     assert "delta" not in stored
 
 
+@pytest.mark.slow
 @pytest.mark.covering(1, quick=1)
 @pytest.mark.parametrize("ago", [0, 2], ids=["its parent", "a step before"])
 def test_a_running_training_goes_on_from_the_new_base(tmp_path, ago):
@@ -172,6 +173,7 @@ def test_compacted_lineages_need_no_further_base(tmp_path):
     check_steps(tmp_path, abstract(run.state), listed | later)
 
 
+@pytest.mark.slow
 def test_a_new_process_goes_on_from_the_new_base(tmp_path):
     run, saved = saved_run(tmp_path)
     support.compact(tmp_path, 6)

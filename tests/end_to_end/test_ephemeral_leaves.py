@@ -143,6 +143,7 @@ def test_training_goes_on_from_a_stale_step_and_says_whose_residual_it_is(tmp_pa
     assert_same_bits(restored(tmp_path, run, 8)[0], again[8])
 
 
+@pytest.mark.slow
 def test_deferred_steps_and_a_compacted_step_are_stale_too(tmp_path):
     run, handler = run_of(mesh_of((2, 2)), max_deltas=10)
     with manager_of(tmp_path, handler) as manager:

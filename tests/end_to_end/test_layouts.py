@@ -331,6 +331,7 @@ def test_a_run_goes_on_as_if_it_had_been_trained_in_the_new_layout(tmp_path, nam
         assert handler.restored.replayed_count
 
 
+@pytest.mark.slow
 def test_the_save_after_a_transformed_restore_is_a_base(tmp_path):
     rules = layout.scan_layers("block_{i}", "blocks")
     manager, _ = saved(tmp_path, {})

@@ -166,6 +166,7 @@ def test_what_an_update_computes_is_replayed_and_not_stored(tmp_path, name):
             assert sources[f"{model}/params/first"] == expected
 
 
+@pytest.mark.slow
 def test_a_step_in_which_neither_is_updated_is_a_delta_too(tmp_path):
     gan = Gan(mesh_of((1, 1)))
     with manager_of(tmp_path, adacheck.AdaCheckHandler([gan.rec_g, gan.rec_d])) as manager:

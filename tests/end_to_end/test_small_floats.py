@@ -91,6 +91,7 @@ def quantized(learning_rate):
     return optax.GradientTransformation(init, update)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "shadow",
     [adacheck.Shadow(), pytest.param(None, marks=pytest.mark.slow)],

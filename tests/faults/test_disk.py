@@ -96,6 +96,7 @@ def assert_unharmed(root, run, saved):
         assert_same_bits(restored(root, step, run), expected)
 
 
+@pytest.mark.slow
 @pytest.mark.first(1)
 @pytest.mark.parametrize("max_deltas", [0, 20])
 def test_writes_that_fail_at_many_points(tmp_path, max_deltas):

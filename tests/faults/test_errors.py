@@ -149,6 +149,7 @@ class TestDamage:
             restore(root, 3, abstract(run.state))
 
     # Orbax abandons its readers when one of them fails; they complain to their closed event loop.
+    @pytest.mark.slow
     @pytest.mark.covering(1)
     @pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
     @pytest.mark.parametrize("step", [1, 3])

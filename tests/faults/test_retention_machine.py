@@ -640,6 +640,7 @@ FEW = sizes(5, derandomize=True)
 MANY = sizes(settings().max_examples)
 
 
+@pytest.mark.slow
 class TestRetention(Retention.TestCase):
     settings = FEW
 

@@ -159,6 +159,7 @@ def _quick(monkeypatch):
     monkeypatch.setattr("orbax.checkpoint._src.multihost.multihost._DEFAULT_BARRIER_TIMEOUT", 5)
 
 
+@pytest.mark.slow
 @pytest.mark.first(2, slow=5)
 @pytest.mark.parametrize("point", POINTS)
 def test_what_storage_refuses_is_written_when_it_is_back(point, tmp_path, monkeypatch, caplog):
@@ -232,6 +233,7 @@ def test_a_save_that_waits_for_its_check_does_not_blame_storage(tmp_path, monkey
     assert "(its check has not ended; programs for it are compiled at first)" in caplog.text
 
 
+@pytest.mark.slow
 @pytest.mark.first(1, slow=6)
 @pytest.mark.parametrize("first", [5, 1])
 @pytest.mark.parametrize("point", ["rename", "manifest", "claim"])
@@ -260,6 +262,7 @@ def test_a_base_is_written_again_too(point, first, tmp_path, monkeypatch):
     assert isinstance(manifest_of(tmp_path, first + 6), BaseManifest)
 
 
+@pytest.mark.slow
 def test_a_full_disk_takes_what_has_room(tmp_path, monkeypatch):
     write, room = manifest_file.write, [9]
     storage, loop = Storage(monkeypatch, "manifest", "refuse"), Loop(tmp_path)

@@ -104,5 +104,6 @@ assert found[0] == found[1]
 """
 
 
+@pytest.mark.slow
 def test_without_a_compiler_numpy_goes_on():
     subprocess.run([sys.executable, "-c", NO_COMPILER], check=True, timeout=300, env={**os.environ})

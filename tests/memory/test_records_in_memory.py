@@ -57,6 +57,7 @@ def checked(root: Path) -> list[str]:
     return [each.checked for each in deltas_of(root).values()]
 
 
+@pytest.mark.slow
 @MESHES
 def test_the_next_save_after_a_recovery_is_a_delta_of_the_newest_step(root, memory, shape):
     run = support.dict_run(mesh_of(shape))
@@ -148,6 +149,7 @@ def test_while_a_base_is_taken_over_the_file_has_no_step(root, memory, monkeypat
     assert "its process ended while it took a whole state" in told(caplog)
 
 
+@pytest.mark.slow
 def test_what_replay_gets_wrong_and_steps_without_an_update_are_recovered(root, memory):
     run, expected = support.dict_run(mesh_of((1, 1))), None
     for step in range(1, 7):
@@ -180,6 +182,7 @@ def in_use(run: support.Run, memory: Path) -> RecordLog:
     return RecordLog(place, structure, update, holdings.whole(structure), 0)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("records", [True, False], ids=["record_step", "save"])
 def test_the_memory_that_is_used_up_makes_the_next_save_a_base(root, memory, caplog, records):
     """Behind recorded steps it is a delta of the whole state."""

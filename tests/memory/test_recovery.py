@@ -269,6 +269,7 @@ def test_a_header_that_is_torn_at_any_byte_is_the_one_before(tmp_path):
     file.close()
 
 
+@pytest.mark.slow
 def test_damage_anywhere_is_refused_or_harms_nothing(root, memory, caplog):
     run, saved = trained(root, memory)
     path = file_of(memory)
@@ -567,6 +568,7 @@ def test_a_python_number_that_became_an_array_is_recovered_as_a_number(root, mem
     assert_all_restorable(root, saved, run.state)
 
 
+@pytest.mark.slow
 def test_each_step_is_recovered_by_the_next_process_also_one_without_an_update(root, memory):
     run = support.dict_run(mesh_of((1, 1)))
     expected = None

@@ -49,6 +49,7 @@ def published(root: Any, versions: int, training: Training | None = None, **opti
     return found
 
 
+@pytest.mark.slow
 def test_followers_have_the_bits_of_every_version_on_every_storage(root):
     training, follower = Training(), Follower(root, abstract(), poll_s=0.01)
     assert not follower.update()

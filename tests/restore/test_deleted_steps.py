@@ -182,6 +182,7 @@ def test_a_step_that_was_deleted_before(linked, tmp_path):
         restore(root, run, skip_damaged=True)
 
 
+@pytest.mark.slow
 def test_damage_stays_damage(linked, tmp_path):
     root, run, _ = linked
     root = copied(root, tmp_path, "copy")
@@ -210,6 +211,7 @@ def test_wrong_bits_are_told_without_waiting(linked, tmp_path, monkeypatch):
         restore(root, run)
 
 
+@pytest.mark.slow
 @pytest.mark.first(1)
 @pytest.mark.parametrize(
     ("order", "stride"), [("first file first", 13), *((order, 1) for order in ORDERS)]
@@ -238,6 +240,7 @@ def test_in_an_object_store(gcs):
     support.assert_same_bits(state, saved[4])
 
 
+@pytest.mark.slow
 @pytest.mark.first(1)
 @pytest.mark.parametrize("steps", [25, 400])
 def test_a_reader_beside_retention(tmp_path, steps):

@@ -140,6 +140,7 @@ def damage_own_pack(root, step):
 class TestInsideALineage:
     """Steps that a bad step's directory links can be had, without directories of their own."""
 
+    @pytest.mark.slow
     @pytest.mark.first(1)
     @pytest.mark.parametrize("what", ["pack", "manifest", "index"])
     def test_the_step_before_a_damaged_one(self, alone, what, caplog):
@@ -179,6 +180,7 @@ class TestInsideALineage:
         assert restore(root, run, 6, skip_damaged=True, step=5)[1].step == 3
         assert restore(root, run, 6, skip_damaged=True, step=2)[1].step == 2
 
+    @pytest.mark.slow
     def test_the_base_where_the_update_is_lost(self, alone):
         root, run, states = alone
         (item(root, 6) / folders.LINEAGE / "1" / manifest_file.update_file("cpu")).unlink()
@@ -250,6 +252,7 @@ class TestLatestRestorable:
             assert adacheck.latest_restorable(root) == max(states)
         assert not [x for x in caplog.records if x.name.startswith("adacheck_jax")]
 
+    @pytest.mark.slow
     def test_a_flipped_bit_is_found_by_reading_alone(self, saved, caplog):
         root, _, _ = saved
         damage_base(root, 4)
@@ -280,6 +283,7 @@ class TestLatestRestorable:
         assert adacheck.latest_restorable(tmp_path / "absent") is None
         assert adacheck.latest_restorable(tmp_path) is None
 
+    @pytest.mark.slow
     def test_where_nothing_verifies_the_newest_steps_error_is_raised(self, saved):
         root, _, _ = saved
         for step in range(1, STEPS + 1):
@@ -308,6 +312,7 @@ def refusing(monkeypatch, what, number):
     monkeypatch.setattr(os, "open", refuse)
 
 
+@pytest.mark.slow
 def test_a_step_that_cannot_be_read_now_is_no_reason_to_fall_back(saved, monkeypatch):
     root, run, states = saved
     with monkeypatch.context() as patch:

@@ -793,6 +793,7 @@ class TestSeparateUpdate:
         assert [each.checked for each in deltas_of(tmp_path).values()] == ["identity"] * 3
         assert_all_restorable(tmp_path, saved, run.state)
 
+    @pytest.mark.slow
     def test_by_identity_after_a_restore(self, tmp_path):
         run = self.run()
         run.advance()

@@ -47,6 +47,7 @@ def told(caplog):
     return [r.getMessage() for r in caplog.records if r.getMessage().startswith("schedule: ")]
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("two_at_first")
 def test_the_measured_costs_say_how_many_deltas_follow_a_base(tmp_path, monkeypatch, caplog):
     fake(monkeypatch, FIVE)

@@ -111,6 +111,7 @@ def every_chunk_counts(monkeypatch):
     monkeypatch.setattr(volumes, "_MIN_SHARED_BYTES", 1)
 
 
+@pytest.mark.slow
 @settings(max_examples=40, deadline=None)
 @given(data=st.data(), count=st.integers(1, 3), compression=st.sampled_from(["none", "small"]))
 def test_bases_of_several_processes_are_read_by_stock_readers(

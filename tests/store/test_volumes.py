@@ -123,6 +123,7 @@ def states(draw):
     return arrays, parts
 
 
+@pytest.mark.slow
 @pytest.mark.covering(1)
 @pytest.mark.parametrize("shared_bytes", [0, 64, 256])
 @pytest.mark.parametrize("transaction_bytes", [0, 500, 1 << 28])

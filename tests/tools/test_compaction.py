@@ -36,6 +36,7 @@ def is_base(root: Any, step: int) -> bool:
     return isinstance(manifest_file.read(item(root, step)), BaseManifest)
 
 
+@pytest.mark.slow
 @pytest.mark.first(1, slow=2)
 @pytest.mark.parametrize(("name", "step"), [("2", 2), ("latest", 4)])
 def test_a_step_is_compacted_and_it_is_said_what_that_gave(tmp_path, name, step):
@@ -175,6 +176,7 @@ def test_states_with_wide_numbers_and_keys_are_compacted(tmp_path):
     assert found["number"] == 3
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("is_base_already", [False, True], ids=["delta", "base"])
 def test_repair_removes_what_an_interrupted_compaction_left(tmp_path, is_base_already):
     trained, saved = saved_run(tmp_path, 3)

@@ -67,6 +67,7 @@ def saved(tmp_path_factory):
     return root, abstract(trained.state), states
 
 
+@pytest.mark.slow
 def test_a_copy_of_a_root_has_its_bytes_and_its_links(saved, tmp_path):
     root, target, states = saved
     before = contents(root)
@@ -97,6 +98,7 @@ def test_steps_are_copied_with_what_they_build_on_and_the_next_ones_are_linked(s
     assert links(tmp_path / "copy") == both
 
 
+@pytest.mark.slow
 def test_without_hard_links_the_steps_that_it_refers_to_are_copied_too(tmp_path, monkeypatch):
     monkeypatch.setattr(Posix, "adopt", lambda *_: False)
     trained, keep = support.dict_run(support.mesh_of((4, 2))), adacheck.KeepLineage(LatestN(3))
@@ -183,6 +185,7 @@ def test_wrong_inputs_are_refused(saved, tmp_path):
     assert sorted(path.name for path in tmp_path.iterdir()) == ["file", "second"]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("number", [0, 1, 7, 30])
 def test_a_full_disk_leaves_whole_steps_and_nothing_else(saved, tmp_path, monkeypatch, number):
     root, _, _ = saved

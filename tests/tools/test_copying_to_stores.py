@@ -124,6 +124,7 @@ def test_a_run_moves_to_a_bucket_and_back_and_goes_on_in_each(saved, tmp_path, r
     assert verified(back) == [1, 2, 3, 4, 6, 7]
 
 
+@pytest.mark.slow
 def test_ancestors_that_live_as_links_are_carried_once(retained):
     root, manager, trained = retained
     store = in_memory()

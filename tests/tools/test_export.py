@@ -300,6 +300,7 @@ def exporting(*words):
             process.kill()
 
 
+@pytest.mark.slow
 def test_what_a_killed_export_left_goes_with_the_next_one(recorded, tmp_path):
     words = (recorded[0], 1, tmp_path / "x")
     with exporting(*words) as process:

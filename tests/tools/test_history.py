@@ -34,6 +34,7 @@ def in_tree(state: Any, path: str) -> Any:
     return state
 
 
+@pytest.mark.slow
 def test_every_recorded_step_is_restored_in_any_order(run):
     root, states = run
     walk = Walk(root)

@@ -101,6 +101,7 @@ def test_as_many_steps_are_restored_as_asked(run, count):
     assert ("--norms" in report.norms_note) == (count < STEPS)
 
 
+@pytest.mark.slow
 def test_trouble_is_told_too(run, tmp_path):
     root, _, _ = run
     copy = tmp_path / "run"

@@ -283,6 +283,7 @@ HOW = ("start", "middle", "end", "truncated", "emptied", "missing")
 
 
 class TestDamage:
+    @pytest.mark.slow
     @pytest.mark.first(2)
     @pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
     @pytest.mark.parametrize(
@@ -641,6 +642,7 @@ class TestRepairOfKeys:
         assert (report.removals, report.kept, report.step_count) == ((), (), 3)
         assert {*keys.list()} == before
 
+    @pytest.mark.slow
     def test_a_lost_step_goes_and_its_mark_goes_first(self, keys, monkeypatch):
         (keys / "3/default/adacheck/delta.0.manifest.ocdbt").delete()
         deleted, delete = [], KvStore.delete

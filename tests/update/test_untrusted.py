@@ -101,6 +101,7 @@ def test_where_no_process_can_be_started_it_is_said(monkeypatch, caplog):
     assert "without a process of its own" in caplog.text
 
 
+@pytest.mark.slow
 def test_what_was_exported_or_parsed_before_is_trusted_and_all_else_is_not(
     tmp_path, processes, monkeypatch, tmp_path_factory
 ):

@@ -57,6 +57,7 @@ def test_a_negative_step_is_refused(tmp_path):
         assert [each.step for each in checkpointer.checkpoints] == [0]
 
 
+@pytest.mark.slow
 @pytest.mark.first(1)
 @pytest.mark.parametrize("form", [dict_run, support.linen_run, support.nnx_run])
 def test_every_step_loads_bit_exact_on_every_mesh(tmp_path, form):
