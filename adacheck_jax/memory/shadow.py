@@ -129,6 +129,13 @@ class ShadowThread:
         """True if there is one that has not lost its step."""
         return self._state is not None and not self._state.is_lost
 
+    @property
+    def proves(self) -> bool:
+        """True if, as far as is known, all of the next step is compared with the trained state."""
+        # Of several processes each would have to know of all.
+        alone = jax.process_count() == 1 and is_host()
+        return alone and self.follows and isinstance(self._state, ShadowState)
+
     def may_be_sent(self, structure: Structure) -> bool:
         """True if boxes may be sent for copies of them, before the update is known."""
         peers = self._peers

@@ -183,14 +183,14 @@ class Options:
     @property
     def check(self) -> Check:
         """The comparison of a delta's replay with its state."""
-        if self.shadow is None or self.shadow.records:  # which compute nothing
+        if self.shadow is None:
             return "sample"
         return "full" if self.shadow.on_devices else "auto"
 
     @property
     def host_shadow(self) -> Shadow | None:
         """The copy in host memory; None if there is none."""
-        return None if self.check == "full" else self.shadow
+        return None if self.check != "auto" else self.shadow
 
     @property
     def shadow_directory(self) -> AnyPath | str | None:

@@ -21,15 +21,12 @@ from adacheck_jax.state.snapshot import Structure
 from adacheck_jax.update import exactness, exported_program
 from adacheck_jax.update import program as update_program
 from adacheck_jax.update.elements.pieces import Pieces, UnevenError
-from adacheck_jax.update.elements.sample_sites import WHOLE_ELEMENTS, Sites
+from adacheck_jax.update.elements.sample_sites import WHOLE_ELEMENTS
 from adacheck_jax.update.exactness import Level
 from adacheck_jax.update.recorder import Recorder
 
 Check = Literal["auto", "sample", "full"]
-"""Elements of a delta's replay that are compared with the state before the delta is saved.
-
-``auto`` is a sample, and all of them by a copy of the state in host memory where that is possible.
-"""
+"""Elements of a delta's replay that are compared with the state before the delta is saved."""
 Engine = Literal["sample", "full", "identity"]
 """Ways to compare a replay with its state: see :mod:`~adacheck_jax.proof`."""
 
@@ -55,8 +52,6 @@ class ExportedUpdate:
         elementwise: True if each computed element follows from those of its own place.
         engine: way in which replay is checked.
         pieces: the updates on samples, for the engine of that name.
-        is_thinned: True if these samples are of fewer places
-            (:meth:`~adacheck_jax.update.elements.sample_sites.Sites.thinned`).
         function: the updates over flat leaves; one object, so that it is compiled once.
         warnings: reasons why some leaves are stored as bit patterns, to be told once.
         arithmetic: settings that the updates were traced with.
@@ -72,7 +67,6 @@ class ExportedUpdate:
     elementwise: bool = False
     engine: Engine = "sample"
     pieces: Pieces | None = None
-    is_thinned: bool = False
     function: update_program.UpdateFunction | None = None
     warnings: tuple[str, ...] = ()
     arithmetic: Arithmetic = dataclasses.field(default_factory=Arithmetic.current)
@@ -177,10 +171,7 @@ class ExportedUpdates:
         """The updates as they were trained, whatever the caller of a save has set."""
         signatures = [(each.signature, each.derived) for each in structure.bindings]
         sites, recorder = structure.sites, structure.bindings[0].recorder
-        sharing: Any = None
-        if sites is not None:
-            sizes = (tuple(each.sizes.items()) for each in (sites, sites.thinned()))
-            sharing = (sites.uncovered, *sizes)
+        sharing = (sites.uncovered, tuple(sites.sizes.items())) if sites else None
         with (recorder.arithmetic or Arithmetic.current()).applied():
             arguments = structure.arguments
             specs = [[_abstract(structure.leaves[i]) for i in indices] for indices in arguments]
@@ -246,22 +237,17 @@ class ExportedUpdates:
                 return ExportedUpdate(problem=problem, reducing=reducing)
             warnings.append(problem)
         engine: Engine = "full"
-        elementwise = all(level is Level.ELEMENT for level in found.levels)
-        # A shadow on the host follows such an update, and compares all of it.
-        is_thinned = self._check == "auto" and pinned and elementwise
-        is_thinned = is_thinned and not structure.on_accelerator
         pieces: Pieces | None = None
         if is_separate and not self._identity_fails:
             engine = "identity"
         elif self._check != "full":
             stored = {*unreplayed, *passed}
             replayed = {i: x for i, x in levels.items() if i not in stored and leaves[i].nbytes}
-            sites = sites_of(structure, is_thinned=is_thinned)
-            moved, pieces = {*replayed}, _pieces(structure, function, specs, sites, passed)
-            if pieces is not None:
+            moved, pieces = {*replayed}, _pieces(structure, function, specs, passed)
+            if pieces is not None and structure.sites is not None:
                 engine = "sample"
                 moved = {i for i, each in replayed.items() if each is not Level.ELEMENT}
-                moved |= sites.uncovered.intersection(replayed)
+                moved |= structure.sites.uncovered.intersection(replayed)
             is_enough = pieces is not None and not moved
             copied_bytes = sum(leaves[i].nbytes for i in computed)
             if not is_enough and copied_bytes <= _COPIED_BYTES:
@@ -278,32 +264,26 @@ class ExportedUpdates:
             passed=passed,
             unreplayed=frozenset(unreplayed),
             pinned=pinned and not own,
-            elementwise=elementwise,
+            elementwise=all(level is Level.ELEMENT for level in found.levels),
             engine=engine,
             pieces=pieces if engine == "sample" else None,
-            is_thinned=engine == "sample" and is_thinned,
             function=function,
             warnings=tuple(warnings),
         )
-
-
-def sites_of(structure: Structure, *, is_thinned: bool) -> Sites:
-    """The places of samples of a structure's updates."""
-    assert structure.sites is not None
-    return structure.sites.thinned() if is_thinned else structure.sites
 
 
 def _pieces(
     structure: Structure,
     function: update_program.UpdateFunction,
     specs: list[list[Any]],
-    sites: Sites,
     passed: tuple[int, ...],
 ) -> Pieces | None:
     """The update on samples; None if it does something else to them than to whole leaves."""
+    assert structure.sites is not None
     switches = update_program.switches(len(structure.bindings))
     try:
-        return Pieces(function, specs, structure.arguments, switches, sites.sizes, passed)
+        sizes = structure.sites.sizes
+        return Pieces(function, specs, structure.arguments, switches, sizes, passed)
     except (UnevenError, TypeError, ValueError) as error:
         _log.info("The update cannot be computed on samples: %s", error)
         return None

@@ -210,7 +210,8 @@ def apply_updates(params: trees.PyTree, updates: trees.PyTree) -> trees.PyTree:
         if update is None:
             return param
         result: Any = optax.apply_updates(param, update)
-        if not jnp.issubdtype(jnp.result_type(update), jnp.floating):
+        types = (jnp.result_type(update), result.dtype)
+        if not all(jnp.issubdtype(each, jnp.floating) for each in types):
             return result
         own = jnp.broadcast_to(update, result.shape)
         return jax.lax.select(jax.lax.ne(own, own), own.astype(result.dtype), result)

@@ -10,20 +10,17 @@ import optax
 import pytest
 
 import adacheck_jax as adacheck
-from adacheck_jax.state.exported_update import ExportedUpdates, sites_of
+from adacheck_jax.state.exported_update import ExportedUpdates
 from adacheck_jax.state.snapshot import Snapshots
 from adacheck_jax.update import exported_program
 from adacheck_jax.update.binding import recorders_of
 from tests import support
 
 
-def structure_of(recorder, params):
-    state = {"params": params, "opt": recorder.init(params)}
-    return Snapshots(recorders_of(recorder), None).take(state).structure
-
-
 def exported_by_a_new_handler(recorder, params, check="full"):
-    return ExportedUpdates(check).of(structure_of(recorder, params))
+    state = {"params": params, "opt": recorder.init(params)}
+    structure = Snapshots(recorders_of(recorder), None).take(state).structure
+    return ExportedUpdates(check).of(structure)
 
 
 def test_an_update_is_exported_once_for_all_handlers_of_a_recorder(monkeypatch):
@@ -132,14 +129,3 @@ def test_a_recorder_keeps_few_values():
     made = [recorder.once(key, object) for key in range(100)]
     assert recorder.once(99, object) is made[99]
     assert recorder.once(0, object) is not made[0]
-
-
-@pytest.mark.parametrize("pin", [True, False])
-def test_a_sample_is_smaller_where_a_shadow_follows_the_update(pin):
-    def sampled(check):
-        recorder = adacheck.Recorder(optax.adam(0.1), pin=pin)
-        structure = structure_of(recorder, {"w": jnp.zeros(2**20)})
-        update = ExportedUpdates(check).of(structure)
-        return max(sites_of(structure, is_thinned=update.is_thinned).sizes.values())
-
-    assert sampled("sample") == pytest.approx((4 if pin else 1) * sampled("auto"), rel=0.01)

@@ -168,11 +168,6 @@ class Gathering:
 _gathering: ContextVar[Gathering | None] = ContextVar("adacheck_gathering", default=None)
 
 
-def gathers() -> bool:
-    """True if programs that this thread calls are dispatched later."""
-    return _gathering.get() is not None
-
-
 def _dispatch(calls: Sequence[_Waiting]) -> None:
     """Dispatches calls of programs on one mesh, as one if that is compiled."""
     joined = _joined(tuple(call.program for call in calls)) if calls[1:] else None

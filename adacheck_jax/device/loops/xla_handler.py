@@ -9,7 +9,6 @@ which :mod:`~adacheck_jax.device.loops.xla_call` compares with numpy's, differs.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import Any
 
 import numba
@@ -158,60 +157,16 @@ def _sums(address: Any) -> Any:
 def _samples(address: Any) -> Any:
     """Copies elements of shards: the operands are a table, first elements, and the shards."""
     items, outputs = _operands_of(address)
-    if len(items) > 2:
-        table = _table_of(items[0], len(items) - 2)
-        _take_all(items[2:], table, _data_of(items[1]), _data_of(outputs[0]))
+    count = len(items) - 2
+    if count > 0:
+        table = _table_of(items[0], count)
+        given = _carray(_at(items[1]), (1,), _BUFFER)[0]
+        dims = _carray(_at(given.dims), (given.rank,), np.int64)
+        starts = _carray(_at(given.data), (dims[0],), np.int32)
+        for i in range(count):
+            shard = _carray(_at(items[i + 2]), (1,), _BUFFER)[0]
+            _take(shard, table[i], np.int64(starts[table[i, COLUMN]]), _data_of(outputs[0]))
     return 0
-
-
-@numba.njit
-def _take_all(items: Any, table: Any, starts: Any, output: Any) -> None:
-    first = _carray(_at(starts), (table[:, COLUMN].max() + 1,), np.int32)
-    for i in range(len(items)):
-        shard = _carray(_at(items[i]), (1,), _BUFFER)[0]
-        _take(shard, table[i], np.int64(first[table[i, COLUMN]]), output)
-
-
-def _sampled(items: Any, count: Any, table: Any, columns: Any, starts: Any, output: Any) -> None:
-    """As `_samples`, called by this library: addresses of all that XLA would give."""
-    shards = _carray(_at(items), (count,), np.uint64)
-    rows = _carray(_at(table), (count, columns), np.int64)
-    _take_all(shards, rows, starts, output)
-
-
-class SampleReader:
-    """Takes samples of arrays whose addresses are known, in the calling thread.
-
-    Args:
-        sampled: the handler for it.
-        shapes: shapes of the arrays.
-        table: places of the elements, as the handler of samples takes it.
-        size_bytes: bytes of all elements.
-    """
-
-    def __init__(
-        self, sampled: Any, shapes: Sequence[Sequence[int]], table: np.ndarray, size_bytes: int
-    ) -> None:
-        self._sampled, self._size_bytes = sampled, size_bytes
-        self._table = np.ascontiguousarray(table).view(np.int64)[: len(shapes), :, 0]
-        self._dims = np.array([each for shape in shapes for each in shape], np.int64)
-        self._shards = np.zeros(len(shapes), _BUFFER)
-        self._shards["rank"] = [*map(len, shapes)]
-        ends = np.cumsum(self._shards["rank"])
-        self._shards["dims"] = self._dims.ctypes.data + 8 * (ends - self._shards["rank"])
-
-    def __call__(self, addresses: Sequence[int], starts: np.ndarray) -> np.ndarray:
-        """Takes the elements of arrays at some addresses: uint8 of shape (size_bytes,)."""
-        shards, output = self._shards.copy(), np.empty(self._size_bytes, np.uint8)
-        shards["data"] = addresses
-        items = shards.ctypes.data + _BUFFER.itemsize * np.arange(len(shards), dtype=np.uint64)
-        starts = np.ascontiguousarray(starts, np.int32)
-        table, (rows, columns) = self._table, self._table.shape
-        self._sampled(
-            *(items.ctypes.data, rows, table.ctypes.data, columns),
-            *(starts.ctypes.data, output.ctypes.data),
-        )
-        return output
 
 
 def _copies(address: Any) -> Any:
@@ -229,26 +184,18 @@ def _copies(address: Any) -> Any:
     return 0
 
 
-def compiled() -> tuple[Any, Any, Any, Any]:
-    """Compiles the handlers of sums, samples and copies, and what :class:`SampleReader` calls.
-
-    Or loads them from disk.
+def compiled() -> tuple[Any, Any, Any]:
+    """Compiles the handlers of sums, of samples and of copies, or loads them from disk.
 
     Returns:
         Objects with their ``address``.
     """
-    sums, samples, copies, sampled = map(_kept, _HANDLERS)
-    return sums, samples, copies, sampled
-
-
-def _kept(function: Any) -> Any:
     signature = types.uintp(types.uintp)
-    if function is _sampled:
-        signature = types.void(*[types.uintp, types.int64] * 2, types.uintp, types.uintp)
     try:
-        return numba.cfunc(signature, cache=True)(function)
+        sums, samples, copies = (numba.cfunc(signature, cache=True)(each) for each in _HANDLERS)
     except RuntimeError:  # no directory where the compiled code could be kept
-        return numba.cfunc(signature)(function)
+        sums, samples, copies = (numba.cfunc(signature)(each) for each in _HANDLERS)
+    return sums, samples, copies
 
 
-_HANDLERS = _sums, _samples, _copies, _sampled
+_HANDLERS = _sums, _samples, _copies

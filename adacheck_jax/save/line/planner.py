@@ -313,8 +313,13 @@ class Planner:
         """The checker of the deltas of a structure; made once."""
         known = self._checker
         if known is None or known[0] is not structure or known[1] is not update:
-            known = self._checker = (structure, update, checker_of(structure, update))
+            checker = checker_of(structure, update, self._proves)
+            known = self._checker = (structure, update, checker)
         return known[2]
+
+    def _proves(self) -> bool:
+        """True if a sample is not all that the next step is compared by, nor has found anything."""
+        return self._shadow.proves and not self.distrust.is_cautious
 
     def snapshot_of_restored(self, restored: Lineage, state: PyTree) -> Snapshot | None:
         """A restored state taken apart; None where the next save cannot be a replayed delta."""
@@ -432,10 +437,12 @@ def _refuse(step: int, _updates: Sequence[int]) -> Findings:
     )
 
 
-def checker_of(structure: Structure, program: ExportedUpdate) -> Checker:
+def checker_of(
+    structure: Structure, program: ExportedUpdate, proves: Callable[[], bool]
+) -> Checker:
     """The engine that compares the replays of a structure; compiles in the background."""
     if program.pieces is not None:
-        return Sampling(structure, program, program.pieces)
+        return Sampling(structure, program, program.pieces, proves)
     return (second_copy.Following if program.engine == "full" else Identity)(structure, program)
 
 

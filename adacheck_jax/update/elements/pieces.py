@@ -7,6 +7,7 @@ over rows of elements: a pinned update gives the same bits.
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -176,6 +177,16 @@ class Pieces:
         roles |= dict.fromkeys((i,) for i in self.leaves if self._is_scalar(i))
         self.before = [role for role in roles if role[0] in self.computed]
         self.after = [*roles]
+
+    def resized(self, sizes: Mapping[int, int]) -> Pieces | None:
+        """The same on samples of other sizes; None where one operation takes several sizes then."""
+        for batch in self.batches:
+            for leaves in zip(*batch.taken, *filter(None, batch.outputs), strict=True):
+                if len({sizes[i] for i in leaves}) > 1:
+                    return None
+        resized = copy.copy(self)
+        resized._sizes = sizes
+        return resized
 
     def _is_scalar(self, leaf: int) -> bool:
         """True for a number, and for the results of sums, which every device has."""

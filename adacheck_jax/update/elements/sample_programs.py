@@ -1,15 +1,12 @@
 """Programs that take samples of arrays on the devices where they lie.
 
 On CPU devices one program takes all arrays of a mesh by compiled loops
-(:mod:`~adacheck_jax.device.loops.xla_call`). Where one device has computed them the calling thread
-takes a sample itself, unless it is gathered with other programs: to hand over hundreds of arrays
-takes longer, and so does waking another thread. On others each program takes a few, and arrays that
+(:mod:`~adacheck_jax.device.loops.xla_call`). On others each program takes a few, and arrays that
 are alike share one: XLA takes many seconds to compile a slice of each of a thousand arrays.
 """
 
 from __future__ import annotations
 
-import dataclasses
 import functools
 import itertools
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -22,7 +19,7 @@ import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from adacheck_jax.device import sharding, transfer
-from adacheck_jax.device.loops import programs, shard_tables, xla_call
+from adacheck_jax.device.loops import shard_tables, xla_call
 from adacheck_jax.device.loops.programs import Place, Program, Result
 from adacheck_jax.device.trees import is_narrow
 from adacheck_jax.format.boxes import Box
@@ -137,11 +134,7 @@ class MeshSampler:
         ends = [*itertools.accumulate(sizes_bytes.values(), initial=0)]
         cuts = zip(map(slice, ends, ends[1:]), sizes_bytes, strict=True)
         rows = np.stack([table for table, _ in tables])
-        program = self._program(taken, leaves, rows, [*cuts], [(i, None) for i in looped])
-        if self._mesh.size == 1:
-            shapes = [leaf.spec.shape for leaf in leaves]
-            program = dataclasses.replace(program, read=xla_call.reader(shapes, *tables[0]))
-        return program
+        return self._program(taken, leaves, rows, [*cuts], [(i, None) for i in looped])
 
     def _slicing(self, leaves: Sequence[SampledLeaf]) -> _SampleProgram:
         """A program of XLA's own operations; its table has the first elements of the sites."""
@@ -197,29 +190,31 @@ class MeshSampler:
         return transfer.row_each(self._sharding, dict(zip(self._devices, rows, strict=True)))
 
     def dispatch(self, arrays: Sequence[Any], starts: Starts) -> list[Part]:
-        """Start to take a sample, or take it; for each part what waits for its elements."""
-        placed, parts = self._placed(starts), list[Part]()
-        for leaves, each in self._programs:
-            given = [arrays[i] for i in leaves]
-            read = None if programs.gathers() else each.read
-            if read is not None and all(x.is_ready() for x in given):
-                row = read([x.unsafe_buffer_pointer() for x in given], starts[0])[None]
-                parts += _parts_of(lambda row=row: [row], each.cuts)
-            else:
-                parts += _parts_of(self._rows(each.program(given, placed, each.table)), each.cuts)
-        return parts
+        """Start to take a sample; for each part what waits for its elements."""
+        placed = self._placed(starts)
+        outputs = [
+            each.program([arrays[i] for i in leaves], placed, each.table)
+            for leaves, each in self._programs
+        ]
+        pairs = zip(outputs, self._programs, strict=True)
+        return [part for x, (_, each) in pairs for part in self._parts_of(x, each.cuts)]
 
-    def _rows(self, output: Result) -> Callable[[], Sequence[Any]]:
+    def _parts_of(self, output: Result, cuts: Sequence[tuple[slice, np.dtype]]) -> Iterator[Part]:
         """The rows of a result, in the order of the devices, on their way to the host."""
 
-        def rows() -> Sequence[Any]:
+        def rows() -> list[jax.Array]:
             shards = {shard.device.id: shard.data for shard in output().addressable_shards}
             return [shards[device] for device in self._devices]
 
         if self._mesh.devices.flat[0].platform != "cpu":
             for row in rows():
                 row.copy_to_host_async()
-        return rows
+
+        def elements(cut: slice, dtype: np.dtype) -> np.ndarray:
+            parts = [np.asarray(row)[:, cut] for row in rows()]
+            return (parts[0] if len(parts) == 1 else np.concatenate(parts)).view(dtype)
+
+        return (functools.partial(elements, *each) for each in cuts)
 
 
 @dataclass(frozen=True, slots=True)
@@ -230,25 +225,11 @@ class _SampleProgram:
         program: the program.
         table: its places.
         cuts: where in its result the elements of each data type are.
-        read: takes the same of arrays on one device, at once; None if nothing does.
     """
 
     program: Program
     table: jax.Array
     cuts: Sequence[tuple[slice, np.dtype]]
-    read: Callable[[Sequence[int], np.ndarray], np.ndarray] | None = None
-
-
-def _parts_of(
-    rows: Callable[[], Sequence[Any]], cuts: Sequence[tuple[slice, np.dtype]]
-) -> Iterator[Part]:
-    """The elements of each data type in rows that may be waited for."""
-
-    def elements(cut: slice, dtype: np.dtype) -> np.ndarray:
-        parts = [np.asarray(row)[:, cut] for row in rows()]
-        return (parts[0] if len(parts) == 1 else np.concatenate(parts)).view(dtype)
-
-    return (functools.partial(elements, *each) for each in cuts)
 
 
 def _block(shard: jax.Array, shape: Sequence[int], offset: jax.Array) -> jax.Array:

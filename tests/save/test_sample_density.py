@@ -1,0 +1,115 @@
+"""Where a shadow compares all of a step, a sample takes fewer elements; else it takes them all."""
+
+import time
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+
+import adacheck_jax as adacheck
+from adacheck_jax.memory import shadow
+from adacheck_jax.proof import checker
+from adacheck_jax.proof.sample import Sampling
+from adacheck_jax.save.line import planner
+from adacheck_jax.state.exported_update import ExportedUpdates
+from adacheck_jax.state.snapshot import Snapshots
+from adacheck_jax.update.binding import recorders_of
+from tests.support import assert_same_bits, host_copy, manager_of
+
+SHAPE = (1000, 512)
+
+
+class Run:
+    """adam over a matrix, a large vector and a number."""
+
+    def __init__(self):
+        self.recorder = adacheck.Recorder(optax.adam(1e-2))
+        params = {"w": jnp.ones(SHAPE), "v": jnp.ones(6007), "s": jnp.ones(())}
+        self.state = {"params": params, "opt": self.recorder.init(params)}
+
+        @jax.jit
+        def step(state):
+            gradient = jax.tree.map(jnp.sin, state["params"])
+            updates, opt = self.recorder.update(gradient, state["opt"], state["params"])
+            return {"params": optax.apply_updates(state["params"], updates), "opt": opt}
+
+        self.step = step
+
+    def advance(self):
+        self.state = jax.block_until_ready(self.step(self.state))
+
+    def edit_row(self, row):
+        params = self.state["params"]
+        params["w"] = jax.block_until_ready(params["w"].at[row].add(1.0))
+
+
+def until(condition):
+    end_s = time.monotonic() + 60
+    while not condition():
+        assert time.monotonic() < end_s
+        time.sleep(0.01)
+
+
+def taken(witness):
+    """Elements that a witness has of the largest leaves together."""
+    samples, sample = witness.kept
+    vectors = sample.vectors(samples.pieces.before)
+    return sum(each.shape[1] for role, each in vectors.items() if each.shape[1] > 1)
+
+
+def test_a_sample_is_thinned_while_the_next_step_is_proved_and_finds_what_is_wrong():
+    run, proves = Run(), [False]
+    run.advance()
+    snapshots = Snapshots(recorders_of(run.recorder), None)
+    snapshot = snapshots.take(run.state)
+    update = ExportedUpdates("auto").of(snapshot.structure)
+    sampling = Sampling(snapshot.structure, update, update.pieces, lambda: proves[0])
+    before = sampling.witness(snapshot.arrays, 1)
+    until(lambda: sampling.is_ready)
+    dense, counts = taken(before), []
+    for number, proves[0] in enumerate([False, True, True, True, False, False], 2):
+        run.advance()
+        arrays = snapshots.take(run.state).arrays
+        check = sampling.begin(before, arrays, number, lambda: {})
+        assert check.findings((0,)) == {}
+        edited = [x + 1 if x.shape == SHAPE else x for x in arrays]
+        wrong = sampling.begin(before, edited, number, lambda: {}).findings((0,))
+        assert {snapshot.structure.leaves[i].shape for i in wrong} == {SHAPE}
+        assert not any(checker.is_sparse(snapshot.structure, i, x) for i, x in wrong.items())
+        before = check.witness()
+        if proves[0]:
+            until(lambda: sampling._thin is not None and sampling._thin.is_ready)
+        counts.append(taken(before))
+    assert counts[0] == counts[1] == dense  # the second began to compile
+    assert counts[4:] == [dense, dense]
+    assert len({*counts[2:4]}) == 1
+    assert counts[2] == pytest.approx(dense / 4, rel=0.05)
+
+
+@pytest.mark.parametrize("own", [adacheck.Shadow(bytes=1), None])
+def test_without_a_shadow_an_edited_row_is_always_found_and_stored(tmp_path, own):
+    run, saved = Run(), {}
+    with manager_of(tmp_path, adacheck.AdaCheckHandler(run.recorder, shadow=own)) as manager:
+        for step in range(1, 9):
+            run.advance()
+            if step > 3:
+                run.edit_row(100 * step)
+            saved[step] = host_copy(run.state)
+            manager.save(step, args=adacheck.SaveArgs(run.state))
+            manager.wait_until_finished()
+    args = adacheck.RestoreArgs(jax.tree.map(np.asarray, run.state))
+    with manager_of(tmp_path, adacheck.AdaCheckHandler(run.recorder)) as manager:
+        for step, expected in saved.items():
+            assert_same_bits(manager.restore(step, args=args), expected)
+
+
+def test_a_run_in_which_something_was_found_samples_all_again(monkeypatch):
+    own = object.__new__(planner.Planner)
+    own._shadow, own.distrust = shadow.ShadowThread(None), planner.Distrust()
+    assert not own._proves()  # it follows nothing yet
+    monkeypatch.setattr(shadow.ShadowThread, "proves", True)
+    assert own._proves()
+    own.distrust.learn("a leaf was edited")
+    assert not own._proves()
