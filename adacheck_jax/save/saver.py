@@ -38,9 +38,9 @@ from adacheck_jax.save.background_bases import BackgroundBases
 from adacheck_jax.save.line.kept import Keeper, repeated
 from adacheck_jax.save.line.notices import Notices, tell_given_up
 from adacheck_jax.save.line.parents import Parent
-from adacheck_jax.save.line.planner import Planner, is_computed, name_of, sums_of
+from adacheck_jax.save.line.planner import Course, Planner, is_computed, name_of, sums_of
 from adacheck_jax.save.one_save import Save
-from adacheck_jax.save.pending import Pending
+from adacheck_jax.save.pending import Pending, Tip
 from adacheck_jax.save.resuming import Resumer
 from adacheck_jax.save.staging import Stager
 from adacheck_jax.schedule.line import LineSchedule
@@ -353,10 +353,21 @@ class Saver:
         course = planner.plan_deferred(snapshot, parent, number, again, away_bytes)
         if isinstance(course, str):
             return course
-        before = parent.tip
+        return self._kept(snapshot, course, parent.tip, consent, away_bytes is not None)
+
+    def _kept(
+        self, snapshot: Snapshot, course: Course, before: Tip, consent: Consent | None, waits: bool
+    ) -> str:
+        """Keeps a step as planned behind another one, or gives the reason why not.
+
+        The caller ``waits`` until the step is known to be one update from the last, or has to.
+        """
+        planner = self._planner
         is_known = is_computed(snapshot)
         is_known = is_known and not (isinstance(before, Pending) and before.plan.is_speculative)
-        course, own, copies = self._stager.stage(snapshot, course, f"recorded step {number}")
+        course, own, copies = self._stager.stage(
+            snapshot, course, f"recorded step {course.plan.step}"
+        )
         try:
             self._stager.hand_to_shadow(snapshot, course, own, copies, consent)
             copies.wait()
@@ -364,7 +375,7 @@ class Saver:
             self._stager.wire.finish()
         is_alone = jax.process_count() == 1
         # Several processes would not know it at the same time, unless all of them wait for it.
-        waits = away_bytes is not None or (is_alone and planner.distrust.is_cautious)
+        waits = waits or (is_alone and planner.distrust.is_cautious)
         if is_alone and is_known and not waits:  # before the worker takes turns with this thread
             waits = not own.seems_planned(snapshot.counts())
         is_collective = second_copy.is_collective(snapshot, course.plan.update)
@@ -374,7 +385,7 @@ class Saver:
             if compares and not self._stager.wire.agrees(consent, name_of(course.plan, snapshot)):
                 return "not all processes compare it with the same replay"
             undo.pop_all()
-        line.add(own, drains=snapshot.structure.on_accelerator)
+        planner.line.add(own, drains=snapshot.structure.on_accelerator)
         if compares:
             with contextlib.suppress(AdaCheckError):  # raised by the save of this step
                 own.compared()

@@ -243,21 +243,18 @@ class ExportedUpdates:
         elif self._check != "full":
             stored = {*unreplayed, *passed}
             replayed = {i: x for i, x in levels.items() if i not in stored and leaves[i].nbytes}
-            moved, pieces = {*replayed}, _pieces(structure, function, specs, passed)
-            if pieces is not None and structure.sites is not None:
-                engine = "sample"
-                moved = {i for i, each in replayed.items() if each is not Level.ELEMENT}
-                moved |= structure.sites.uncovered.intersection(replayed)
-            is_enough = pieces is not None and not moved
+            pieces = _pieces(structure, function, specs, passed)
+            missed = {*replayed} if pieces is None else _missed(structure, replayed)
             copied_bytes = sum(leaves[i].nbytes for i in computed)
-            if not is_enough and copied_bytes <= _COPIED_BYTES:
-                engine = "full"
-            elif not is_enough:
-                unreplayed |= moved
-                problem = _not_sampled([leaves[i].path for i in sorted(moved)])
+            if (pieces is None or missed) and copied_bytes <= _COPIED_BYTES:
+                pieces = None  # a second copy tells of all
+            elif missed:
+                unreplayed |= missed
+                problem = _not_sampled([leaves[i].path for i in sorted(missed)])
                 if unreplayed.issuperset(arrays):
                     return ExportedUpdate(problem=problem, reducing=reducing)
                 warnings.append(problem)
+            engine = "full" if pieces is None else "sample"
         own = tuple(i for i in reducing if i not in unreplayed)
         return ExportedUpdate(
             reducing=own,
@@ -266,10 +263,17 @@ class ExportedUpdates:
             pinned=pinned and not own,
             elementwise=all(level is Level.ELEMENT for level in found.levels),
             engine=engine,
-            pieces=pieces if engine == "sample" else None,
+            pieces=pieces,
             function=function,
             warnings=tuple(warnings),
         )
+
+
+def _missed(structure: Structure, replayed: Mapping[int, Level]) -> set[int]:
+    """Those of some leaves that samples cannot tell of: not computed element by element, or cut."""
+    assert structure.sites is not None
+    moved = {i for i, each in replayed.items() if each is not Level.ELEMENT}
+    return moved | structure.sites.uncovered.intersection(replayed)
 
 
 def _pieces(
