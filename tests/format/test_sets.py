@@ -36,7 +36,7 @@ def test_every_set_comes_back_and_no_more_is_read(size, share, seed):
     assert np.array_equal(sets.decode(reader, size), np.flatnonzero(mask))
     assert reader.take(1).tolist() == [7]
     reader.end()
-    assert code.size <= -(-size // 8) + 10, "a bitmap is hardly shorter"
+    assert code.size <= size / 8 + 9 + 3, "a bitmap is hardly shorter"  # head, ends of parts
 
 
 @given(st.sampled_from([0.02, 0.4]), st.data())
