@@ -23,7 +23,7 @@ Sums = Callable[[], Mapping[int, int]]
 DENSE = 1 / 16
 """From this share on a sample does not miss an error: ``(1 - 1/16) ** 1024`` is 2e-29.
 
-With a fourth of these it does so once in 15 million times, and then a shadow finds the error.
+With a fourth of the elements it misses one once in 15 million times; the shadow finds that one.
 """
 
 

@@ -45,12 +45,12 @@ class Sampling:
 
     def witness(self, arrays: Sequence[Any], step: int) -> Witness:
         """Takes a witness of a base, or of a restored state; waits for the state."""
-        samples = self._samples(arrays)
+        samples = self._for_next(arrays)
         sample = samples.take(arrays, samples.sites.starts_at(step), is_before=True)
         return Witness(self._structure, self._program, (samples, sample))
 
-    def _samples(self, arrays: Sequence[Any]) -> _Samples:
-        """Those that the next step is checked by."""
+    def _for_next(self, arrays: Sequence[Any]) -> _Samples:
+        """The samples that the next step is checked by."""
         if not (self._dense.is_ready and self._proves()):
             return self._dense
         if self._thin is None:

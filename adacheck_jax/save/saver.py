@@ -360,7 +360,7 @@ class Saver:
     ) -> str:
         """Keeps a step as planned behind another one, or gives the reason why not.
 
-        The caller ``waits`` until the step is known to be one update from the last, or has to.
+        With ``waits`` it is known to be one update from the last when this returns.
         """
         planner = self._planner
         is_known = is_computed(snapshot)

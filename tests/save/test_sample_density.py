@@ -53,10 +53,10 @@ def until(condition):
 
 
 def taken(witness):
-    """Elements that a witness has of the largest leaves together."""
+    """Elements that a witness has of all arrays together."""
     samples, sample = witness.kept
     vectors = sample.vectors(samples.pieces.before)
-    return sum(each.shape[1] for role, each in vectors.items() if each.shape[1] > 1)
+    return sum(each.shape[1] for each in vectors.values() if each.shape[1] > 1)
 
 
 def test_a_sample_is_thinned_while_the_next_step_is_proved_and_finds_what_is_wrong():

@@ -27,7 +27,7 @@ SAMPLE_ELEMENTS = 1024
 _MIN_ROW = 128
 """Elements of a larger leaf that each device samples at least."""
 _THINNED = 4
-"""One in so many of these is enough where all of the leaf is compared later."""
+"""Of a leaf that is compared whole later, one in so many of these elements is taken."""
 
 Starts = np.ndarray
 """First sampled element of each device of this process and each shape: int32 (rows, shapes)."""
@@ -178,16 +178,16 @@ def _sampled_shape(
     if not site.size:
         return SampledShape(column, sites, 1, 0, None)
     wanted = min(site.size, max(_MIN_ROW, SAMPLE_ELEMENTS // max(1, len(sites))))
-    return _apart(column, sites, site.size // wanted)
+    return _a_stride_apart(column, sites, site.size // wanted)
 
 
 def _thinned(taken: SampledShape) -> SampledShape:
     if taken.first is not None or not taken.count:
         return taken
-    return _apart(taken.column, taken.sites, taken.stride * _THINNED)
+    return _a_stride_apart(taken.column, taken.sites, taken.stride * _THINNED)
 
 
-def _apart(column: int, sites: Mapping[int, Box], stride: int) -> SampledShape:
+def _a_stride_apart(column: int, sites: Mapping[int, Box], stride: int) -> SampledShape:
     """Elements of sites of one shape that lie at most a stride apart."""
     site = next(iter(sites.values()), Box((), ()))
     stride = min(stride, site.size)
