@@ -22,6 +22,7 @@ from orbax.checkpoint.checkpoint_managers import (
 from adacheck_jax.adapter import directories
 from adacheck_jax.adapter.away.orbax_manager import AdaCheckManager
 from adacheck_jax.adapter.handler import AdaCheckHandler, HandlerOptions
+from adacheck_jax.device.loops import xla_call
 from adacheck_jax.plan.options import Shadow
 from adacheck_jax.schedule.adaptive import AdaptivePolicy
 from adacheck_jax.store.retention import KeepLineage
@@ -96,7 +97,10 @@ def checkpoint_manager(
     own = AdaCheckHandler(recorder, keep_lineage=keep, **agreed)
     handlers = own if items is None else {item: own, **items}
     found = _keeping_by(keep, options, place)
-    return AdaCheckManager(own, place, item_handlers=handlers, options=found, metadata=metadata)
+    made = AdaCheckManager(own, place, item_handlers=handlers, options=found, metadata=metadata)
+    if not made.all_steps():  # else a restore comes first, and this would be in its way
+        xla_call.begin()
+    return made
 
 
 def shared_policy(

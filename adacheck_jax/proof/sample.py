@@ -23,7 +23,7 @@ class Sampling:
     """Replays samples of the leaves.
 
     The sample of a state is taken for the step after it: where ``proves`` says that all of that
-    will be compared, of fewer elements (:meth:`Sites.thinned`), once they can be taken.
+    will be compared, of fewer elements (:meth:`Sites.thinned`). What neither takes is not compiled.
     """
 
     def __init__(
@@ -33,15 +33,14 @@ class Sampling:
         pieces: Pieces,
         proves: Callable[[], bool],
     ) -> None:
-        assert structure.sites is not None
-        self._structure, self._program, self._proves = structure, program, proves
-        self._dense = _Samples(structure, program, structure.sites, pieces)
-        self._thin: _Samples | None = None
+        self._structure, self._program, self._pieces = structure, program, pieces
+        self._proves = proves
+        self._made = dict[bool, _Samples]()
 
     @property
     def is_ready(self) -> bool:
         """True if checks need not wait for a compiler."""
-        return self._dense.is_ready
+        return bool(self._made) and all(each.is_ready for each in self._made.values())
 
     def witness(self, arrays: Sequence[Any], step: int) -> Witness:
         """Takes a witness of a base, or of a restored state; waits for the state."""
@@ -51,15 +50,23 @@ class Sampling:
 
     def _for_next(self, arrays: Sequence[Any]) -> _Samples:
         """The samples that the next step is checked by."""
-        if not (self._dense.is_ready and self._proves()):
-            return self._dense
-        if self._thin is None:
-            sites = self._dense.sites.thinned()
-            pieces = self._dense.pieces.resized(sites.sizes)
-            self._thin = self._dense
-            if pieces is not None:
-                self._thin = _Samples(self._structure, self._program, sites, pieces)
-        return self._thin if self._thin.prepare(arrays) else self._dense
+        if not self._proves():
+            return self._samples(is_thin=False)
+        thin, dense = self._samples(is_thin=True), self._made.get(False)
+        is_late = dense is not None and dense.is_ready and not thin.prepare(arrays)
+        return dense if is_late and dense is not None else thin
+
+    def _samples(self, *, is_thin: bool) -> _Samples:
+        if is_thin not in self._made:
+            sites, pieces = self._structure.sites, self._pieces
+            assert sites is not None
+            if is_thin:
+                sites = sites.thinned()
+                if (resized := pieces.resized(sites.sizes)) is None:
+                    return self._made.setdefault(True, self._samples(is_thin=False))
+                pieces = resized
+            self._made[is_thin] = _Samples(self._structure, self._program, sites, pieces)
+        return self._made[is_thin]
 
     def begin(self, before: Witness, arrays: Sequence[Any], step: int, sums: Sums) -> Check:
         """Takes what the check of a delta needs."""

@@ -260,17 +260,19 @@ class Stager:
         def witness() -> Witness | None:
             found, arrays = None, snapshot.arrays
             with jax_settings.own(), arithmetic.applied():
+                is_begun = False
                 try:
                     update = planner.updates.of(structure)
                     if replays(update, self._options):
+                        if step is not None:  # first, since a sample depends on what it proves
+                            self._shadow.start(structure, update, step, is_restored=is_restored)
+                            is_begun = True
                         if held is not None and update.engine != "identity":
                             arrays = [each() for each in held]
                         found = planner.checker_of(structure, update).witness(arrays, tip.step)
                 finally:
-                    if found is None and step is not None:
+                    if step is not None and not is_begun:
                         self._shadow.miss(tip.step, is_restored=is_restored)
-                if found is not None and step is not None:
-                    self._shadow.start(structure, update, step, is_restored=is_restored)
                 if not is_restored:
                     wrong = planner.distrust.leaves_of(structure)
                     wanted = kept(structure, update, wrong, self._options, replayable=True)

@@ -10,6 +10,7 @@ from adacheck_jax.adapter import directories
 from adacheck_jax.adapter.handler import AdaCheckHandler, HandlerOptions
 from adacheck_jax.adapter.manager import NEWEST, shared_policy, with_adaptive_policy
 from adacheck_jax.adapter.v1.registration import STATE, context
+from adacheck_jax.device.loops import xla_call
 from adacheck_jax.store.storage.location import AnyPath
 from adacheck_jax.update.binding import RecorderArgument
 
@@ -90,4 +91,6 @@ def checkpointer(
     stock["save_decision_policy"] = save_decision_policy or _EVERY
     found = StateCheckpointer(place, context=made, preservation_policy=cast(Any, keep), **stock)
     found.handler = handler
+    if found.latest is None:  # else a restore comes first, and this would be in its way
+        xla_call.begin()
     return found

@@ -78,16 +78,16 @@ class _CopyProgram:
         leaves: Sequence[int],
         calls_loops: bool,
     ) -> None:
-        def copy(arrays: Sequence[jax.Array], effort: jax.Array) -> list[jax.Array]:
+        def copy(arrays: Sequence[jax.Array]) -> list[jax.Array]:
             if not calls_loops:
-                return [*map(jnp.copy, arrays), effort @ effort]
+                return [*map(jnp.copy, arrays)]
             copied = xla_call.copies
             if all(isinstance(each, NamedSharding) for each in shardings):
                 specs = [cast(NamedSharding, each).spec for each in shardings]
                 copied = jax.shard_map(
                     copied, mesh=mesh, in_specs=(specs,), out_specs=specs, check_vma=False
                 )
-            return [*copied(arrays), effort @ effort]
+            return [*copied(arrays)]
 
         types = [
             jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding)
@@ -96,15 +96,15 @@ class _CopyProgram:
         # jax has to lay out elements of less than a byte as it calls.
         self._is_narrow = any(is_narrow(x.dtype) for x in avals)
         places = [(i, None) for i in leaves] if calls_loops else None
-        function = jax.jit(copy, out_shardings=[*shardings, None])
-        self._program = Program(function, mesh, types, [_EFFORT], places)
+        function = jax.jit(copy, out_shardings=[*shardings])
+        self._program = Program(function, mesh, types, [], places)
         self._compiling: Future[None] | None = None
 
     def __call__(self, arrays: Sequence[jax.Array]) -> Result:
         """Starts the program; waits for it where it is being compiled."""
         if self._compiling is not None:
             self._compiling.result()
-        return self._program(arrays, _EFFORT)
+        return self._program(arrays)
 
     def is_compiled(self) -> bool:
         """True once the program is compiled; begins to compile it."""
@@ -116,10 +116,6 @@ class _CopyProgram:
 
 
 _copier = functools.lru_cache(maxsize=64)(_CopyProgram)
-
-
-_EFFORT = np.ones((16, 16), np.float32)
-"""Operand of some work: XLA:CPU runs programs with little of it in the calling thread."""
 
 
 def _calls_loops(mesh: Mesh | None, avals: Sequence[Any]) -> bool:

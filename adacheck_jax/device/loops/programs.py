@@ -22,6 +22,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import jax
+import numpy as np
 from jax.sharding import Mesh
 
 from adacheck_jax.device.background import in_background
@@ -79,11 +80,15 @@ class Program:
         places: Sequence[Place] | None = None,
     ) -> None:
         self.function, self.mesh, self.types, self.operands = function, mesh, types, (*operands,)
-        self.places, self._compiled = places or (), function
+        self.places = places or ()
+        platforms = (device.platform for each in types for device in each.sharding.device_set)
+        self._is_on_cpu = next(platforms, "") == "cpu"
+        self._compiled = _with_effort(function) if self._is_on_cpu else function
 
     def compile(self) -> None:
         """Compiles it; else the first call does."""
-        self._compiled = _compiled(self.mesh, self.function, self.types, *self.operands)
+        effort = (_EFFORT,) if self._is_on_cpu else ()
+        self._compiled = _compiled(self.mesh, self._compiled, self.types, *self.operands, *effort)
 
     def __call__(self, arrays: Sequence[jax.Array], *operands: Any) -> Result:
         """Starts it, now or with others."""
@@ -95,7 +100,28 @@ class Program:
     def run(self, arrays: Sequence[jax.Array], operands: Sequence[Any]) -> Any:
         """Dispatches the program by itself."""
         with _entered(self.mesh):
-            return self._compiled(arrays, *operands)
+            if not self._is_on_cpu:
+                return self._compiled(arrays, *operands)
+            return self._compiled(arrays, *operands, _EFFORT)[0]
+
+
+_EFFORT = np.ones((16, 16), np.float32)
+
+
+@functools.lru_cache(maxsize=64)
+def _with_effort(function: Any) -> Any:
+    """The jitted function, with a product of matrices besides.
+
+    XLA:CPU runs a program with few floating-point operations in the calling thread, and takes a
+    call of compiled loops for none.
+    """
+
+    @jax.jit
+    def run(arrays: Any, *operands: Any) -> tuple[Any, jax.Array]:
+        *own, effort = operands
+        return function(arrays, *own), effort @ effort
+
+    return run
 
 
 @dataclass(frozen=True, slots=True)
@@ -170,44 +196,64 @@ _gathering: ContextVar[Gathering | None] = ContextVar("adacheck_gathering", defa
 
 def _dispatch(calls: Sequence[_Waiting]) -> None:
     """Dispatches calls of programs on one mesh, as one if that is compiled."""
-    joined = _joined(tuple(call.program for call in calls)) if calls[1:] else None
-    if joined is None or not joined.done() or joined.exception():
-        results = [call.program.run(call.arrays, call.operands) for call in calls]
+    joint = _Joint.of(tuple(call.program for call in calls)) if calls[1:] else None
+    if joint is not None and joint.is_compiled():
+        results = joint.run(calls)
     else:
-        compiled, taken = joined.result()
-        arrays = [calls[k].arrays[n] for k, n in taken]
-        with _entered(calls[0].program.mesh):
-            results = compiled(arrays, [call.operands for call in calls])
+        results = [call.program.run(call.arrays, call.operands) for call in calls]
     for call, result in zip(calls, results, strict=True):
         call.result.set_result(result)
 
 
-@functools.lru_cache(maxsize=16)
-def _joined(programs: Sequence[Program]) -> Future[tuple[Any, Sequence[tuple[int, int]]]]:
-    """One program of several; begins to compile it.
+class _Joint:
+    """One program of several, which takes each place of a state once."""
 
-    Returns:
-        The program, of a list of arrays and a list of operands; and for each array the number of
-        the program that it is taken from, and its number there.
-    """
-    taken: dict[Place, tuple[int, int]] = {}
-    for k, program in enumerate(programs):
-        for n, place in enumerate(program.places):
-            taken.setdefault(place, (k, n))
+    def __init__(self, programs: Sequence[Program]) -> None:
+        self._programs, self._asked = programs, False
+        self._compiled: Future[Any] | None = None
+        # For each place the number of a program that takes it, and its number there.
+        self._taken: dict[Place, tuple[int, int]] = {}
+        for k, program in enumerate(programs):
+            for n, place in enumerate(program.places):
+                self._taken.setdefault(place, (k, n))
 
-    def joined(arrays: Sequence[jax.Array], operands: Sequence[Sequence[Any]]) -> list[Any]:
-        given = dict(zip(taken, arrays, strict=True))
+    @staticmethod
+    @functools.lru_cache(maxsize=16)
+    def of(programs: Sequence[Program]) -> _Joint:
+        """The one of these programs."""
+        return _Joint(programs)
+
+    def is_compiled(self) -> bool:
+        """True once it is compiled; begins to compile it, the second time they are called."""
+        if self._compiled is None and self._asked:
+            self._compiled = in_background(self._compile)
+        self._asked = True
+        compiled = self._compiled
+        return compiled is not None and compiled.done() and not compiled.exception()
+
+    def run(self, calls: Sequence[_Waiting]) -> Sequence[Any]:
+        """Dispatches the programs together; the result of each."""
+        assert self._compiled is not None
+        arrays = [calls[k].arrays[n] for k, n in self._taken.values()]
+        operands = [call.operands for call in calls]
+        with _entered(self._programs[0].mesh):
+            return self._compiled.result()(arrays, operands, _EFFORT)[0]
+
+    def _compile(self) -> Any:
+        programs = self._programs
+        arrays = [programs[k].types[n] for k, n in self._taken.values()]
+        operands = [program.operands for program in programs]
+        function = _with_effort(self._joined)
+        return _compiled(programs[0].mesh, function, arrays, operands, _EFFORT)
+
+    def _joined(
+        self, arrays: Sequence[jax.Array], operands: Sequence[Sequence[Any]]
+    ) -> Sequence[Any]:
+        given = dict(zip(self._taken, arrays, strict=True))
         return [
             program.function([given[place] for place in program.places], *own)
-            for program, own in zip(programs, operands, strict=True)
+            for program, own in zip(self._programs, operands, strict=True)
         ]
-
-    def compile() -> tuple[Any, Sequence[tuple[int, int]]]:
-        arrays = [programs[k].types[n] for k, n in taken.values()]
-        operands = [program.operands for program in programs]
-        return _compiled(programs[0].mesh, jax.jit(joined), arrays, operands), [*taken.values()]
-
-    return in_background(compile)
 
 
 def _compiled(mesh: Mesh | None, function: Any, *types: Any) -> Any:

@@ -45,7 +45,7 @@ def sums(shards: Sequence[jax.Array], table: jax.Array) -> jax.Array:
     if not shards:
         return jnp.zeros((0, 2), jnp.uint32)
     result = jax.ShapeDtypeStruct((len(shards), 2), jnp.uint32)
-    return jax.ffi.ffi_call(_SUMS, result)(_with_effort(table), *shards)
+    return jax.ffi.ffi_call(_SUMS, result)(table, *shards)
 
 
 def samples(
@@ -63,7 +63,7 @@ def samples(
         uint8 of shape (size_bytes,).
     """
     result = jax.ShapeDtypeStruct((size_bytes,), jnp.uint8)
-    return jax.ffi.ffi_call(_SAMPLES, result)(_with_effort(table), starts, *shards)
+    return jax.ffi.ffi_call(_SAMPLES, result)(table, starts, *shards)
 
 
 def copies(arrays: Sequence[jax.Array]) -> Sequence[jax.Array]:
@@ -72,15 +72,6 @@ def copies(arrays: Sequence[jax.Array]) -> Sequence[jax.Array]:
     sizes_bytes = [x.size * x.dtype.itemsize for x in arrays]
     table = jnp.asarray(shard_tables.of_sums([()] * len(arrays), sizes_bytes))
     return jax.ffi.ffi_call(_COPIES, results)(table, *arrays)
-
-
-def _with_effort(table: jax.Array) -> jax.Array:
-    """A table, after some operations that XLA cannot know to change nothing.
-
-    XLA:CPU runs a program with few floating-point operations in the calling thread.
-    """
-    some = table[:, :, 0].astype(jnp.float32)
-    return table + (jnp.sum(some.T @ some) < 0).astype(jnp.uint32)
 
 
 _lock = threading.Lock()
