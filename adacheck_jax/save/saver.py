@@ -178,7 +178,10 @@ class Saver:
         try:
             begun = self._stager.hand_to_shadow(snapshot, course, own, copies, consent)
             self._stager.returned.clear()
-            exporting = None if begun is None else self._stager.export(planned.structure)
+            exporting = None
+            if begun is not None:
+                own.begin()  # a base is written meanwhile
+                exporting = self._stager.export(planned.structure)
             decision = planned.decision
             _log.debug("step %d: %s (%s)", planned.step, decision.kind, decision.reason)
             self._notices.note_plan(planned)

@@ -80,12 +80,29 @@ def test_a_sample_is_thinned_while_the_next_step_is_proved_and_finds_what_is_wro
         assert not any(checker.is_sparse(snapshot.structure, i, x) for i, x in wrong.items())
         before = check.witness()
         if proves[0]:
-            until(lambda: sampling._thin is not None and sampling._thin.is_ready)
+            until(lambda: sampling._made[True].is_ready)
         counts.append(taken(before))
     assert counts[0] == counts[1] == dense  # the second began to compile
     assert counts[4:] == [dense, dense]
     assert len({*counts[2:4]}) == 1
     assert counts[2] == pytest.approx(dense / 4, rel=0.05)
+
+
+def test_a_run_that_is_proved_from_the_first_step_compiles_no_dense_sample():
+    run = Run()
+    run.advance()
+    snapshots = Snapshots(recorders_of(run.recorder), None)
+    snapshot = snapshots.take(run.state)
+    update = ExportedUpdates("auto").of(snapshot.structure)
+    sampling = Sampling(snapshot.structure, update, update.pieces, lambda: True)
+    assert not sampling.is_ready  # nothing is made yet
+    before = sampling.witness(snapshot.arrays, 1)  # from the host
+    until(lambda: sampling.is_ready)
+    run.advance()
+    check = sampling.begin(before, snapshots.take(run.state).arrays, 2, lambda: {})
+    assert check.findings((0,)) == {}
+    assert taken(check.witness()) == taken(before)
+    assert [*sampling._made] == [True]
 
 
 @pytest.mark.parametrize("own", [adacheck.Shadow(bytes=1), None])

@@ -69,6 +69,7 @@ class Program:
         operands: those of the operands.
         places: place of each array in a state, if one program of this and others is compiled in no
             time, as those that call compiled loops; else None.
+        shardings: those of the results, a list; None where the function tells.
     """
 
     def __init__(
@@ -78,12 +79,13 @@ class Program:
         types: Sequence[jax.ShapeDtypeStruct],
         operands: Sequence[Any],
         places: Sequence[Place] | None = None,
+        shardings: Sequence[jax.sharding.Sharding] | None = None,
     ) -> None:
         self.function, self.mesh, self.types, self.operands = function, mesh, types, (*operands,)
-        self.places = places or ()
+        self.places, self.shardings = places or (), shardings and tuple(shardings)
         platforms = (device.platform for each in types for device in each.sharding.device_set)
         self._is_on_cpu = next(platforms, "") == "cpu"
-        self._compiled = _with_effort(function) if self._is_on_cpu else function
+        self._compiled = _shared(function, self.shardings) if self._is_on_cpu else function
 
     def compile(self) -> None:
         """Compiles it; else the first call does."""
@@ -108,20 +110,21 @@ class Program:
 _EFFORT = np.ones((16, 16), np.float32)
 
 
-@functools.lru_cache(maxsize=64)
-def _with_effort(function: Any) -> Any:
-    """The jitted function, with a product of matrices besides.
+def _with_effort(function: Any, shardings: Any) -> Any:
+    """The jitted function, whose results have these shardings, with a product of matrices besides.
 
     XLA:CPU runs a program with few floating-point operations in the calling thread, and takes a
     call of compiled loops for none.
     """
 
-    @jax.jit
-    def run(arrays: Any, *operands: Any) -> tuple[Any, jax.Array]:
+    def with_effort(arrays: Any, *operands: Any) -> tuple[Any, jax.Array]:
         *own, effort = operands
         return function(arrays, *own), effort @ effort
 
-    return run
+    return jax.jit(with_effort, out_shardings=(shardings and [*shardings], None))
+
+
+_shared = functools.lru_cache(maxsize=64)(_with_effort)
 
 
 @dataclass(frozen=True, slots=True)
@@ -243,7 +246,8 @@ class _Joint:
         programs = self._programs
         arrays = [programs[k].types[n] for k, n in self._taken.values()]
         operands = [program.operands for program in programs]
-        function = _with_effort(self._joined)
+        shardings = [each.shardings and [*each.shardings] for each in programs]
+        function = _with_effort(self._joined, shardings)
         return _compiled(programs[0].mesh, function, arrays, operands, _EFFORT)
 
     def _joined(
