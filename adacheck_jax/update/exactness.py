@@ -96,6 +96,19 @@ class _Walk:
     def __init__(self, *, pinned: bool) -> None:
         self.primitives: set[str] = set()
         self._pinned = pinned
+        self._known: dict[Any, list[_Value]] = {}
+
+    def called(self, jaxpr: Any, inputs: Sequence[_Value]) -> list[_Value]:
+        """As :meth:`through`, once for all calls with inputs of the same levels."""
+        levels = tuple(value.level for value in inputs)
+        key = id(jaxpr), levels  # it is part of the jaxpr that is walked through
+        if (results := self._known.get(key)) is None:
+            own = [_Value(level, k) for k, level in enumerate(levels)]
+            results = self._known[key] = self.through(jaxpr, own)
+        return [
+            _Value(each.level, None if each.origin is None else inputs[each.origin].origin)
+            for each in results
+        ]
 
     def through(self, jaxpr: Any, inputs: Sequence[_Value]) -> list[_Value]:
         """The values of a jaxpr's outputs, from the values of its inputs."""
@@ -125,7 +138,7 @@ class _Walk:
         is_free = self._pinned and not can_pin(equation)
         body = None if is_free else _called(equation)
         if body is not None:
-            return self.through(body, inputs)
+            return self.called(body, inputs)
         level = max((value.level for value in inputs), default=Level.ELEMENT)
         if name in {"while", "scan"}:  # has the level of its bodies, and may depend on places
             inside = [

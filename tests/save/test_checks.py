@@ -179,7 +179,7 @@ def test_a_step_without_an_update_has_nothing_to_be_replayed(tmp_path):
 @pytest.mark.first(1)
 @pytest.mark.parametrize("is_whole", [False, True], ids=["in pieces", "whole"])
 def test_a_check_compiles_nothing_that_the_one_before_it_did(is_whole, tmp_path):
-    tx = by_size() if is_whole else None
+    tx = turned() if is_whole else None
     run = support.dict_run(mesh_of((1, 1)), tx=tx)
     handler = adacheck.AdaCheckHandler(run.recorder, max_deltas=1)
     with manager_of(tmp_path, handler) as manager:
@@ -324,12 +324,32 @@ def test_a_weight_decay_mask_by_rank_is_checked_by_sample(tmp_path):
 
 
 def by_size():
-    """Steps by the first axis where it is long, so that a piece would not be updated likewise."""
+    """Steps by the first axis where it is long, in other operations than where it is short."""
 
     def update(updates, state, params=None):
         del params
         rate = lambda u: -0.1 if u.shape[:1] == (support.WIDTH,) else -0.2 + 0.1 * u  # noqa: E731
         return jax.tree.map(lambda u: rate(u) * u, updates), state
+
+    return optax.GradientTransformation(lambda params: optax.EmptyState(), update)
+
+
+def test_an_update_that_looks_at_shapes_is_replayed_on_samples(tmp_path):
+    run = support.dict_run(mesh_of((4, 2)), by_size())
+    handler = adacheck.AdaCheckHandler(run.recorder, shadow=None)
+    with manager_of(tmp_path, handler) as manager:
+        saved = save_steps(manager, run, 3)
+    assert kinds(tmp_path) == ["B", "R", "R"]
+    assert [each.checked for each in deltas_of(tmp_path).values()] == ["sample"] * 2
+    assert_all_restorable(tmp_path, saved, run.state, mesh_of((2, 2)))
+
+
+def turned():
+    """Steps each element by the one at the other end, too."""
+
+    def update(updates, state, params=None):
+        del params
+        return jax.tree.map(lambda u: -0.1 * u - 0.01 * jnp.flip(u), updates), state
 
     return optax.GradientTransformation(lambda params: optax.EmptyState(), update)
 
@@ -347,8 +367,8 @@ def masked():
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("tx", [by_size(), masked()], ids=["shapes", "places"])
-def test_an_update_that_looks_at_shapes_or_places_is_checked_in_full(tmp_path, tx):
+@pytest.mark.parametrize("tx", [turned(), masked()], ids=["all", "one"])
+def test_an_update_that_takes_other_places_is_checked_in_full(tmp_path, tx):
     run = support.dict_run(mesh_of((4, 2)), tx, dtype=jnp.bfloat16)
     with manager_of(tmp_path, adacheck.AdaCheckHandler(run.recorder)) as manager:
         saved = save_steps(manager, run, 3)
@@ -358,7 +378,7 @@ def test_an_update_that_looks_at_shapes_or_places_is_checked_in_full(tmp_path, t
 
 
 @pytest.mark.first(1)
-@pytest.mark.parametrize(("tx", "kind"), [(by_size(), "D"), (masked(), "R")])
+@pytest.mark.parametrize(("tx", "kind"), [(turned(), "D"), (masked(), "R")])
 def test_what_nothing_can_check_is_stored_and_said(tmp_path, caplog, monkeypatch, tx, kind):
     """Where a sample does not tell, of all leaves or of one, and a copy would be too large."""
     monkeypatch.setattr(exported_update, "_COPIED_BYTES", 1000)

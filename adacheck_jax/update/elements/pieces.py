@@ -17,18 +17,8 @@ import jax.numpy as jnp
 import numpy as np
 
 from adacheck_jax.format.fingerprint import words_of
-from adacheck_jax.update.pinning.flat_jaxpr import (
-    PICK,
-    Group,
-    evaluate,
-    flatten,
-    groups,
-    with_numbers_of,
-    without_equal_scalars,
-)
-
-ROW = 128
-"""Elements of a row. XLA may compile shorter rows to other arithmetic."""
+from adacheck_jax.update.elements.row_program import ROW, UnevenError, row_program
+from adacheck_jax.update.pinning.flat_jaxpr import Group, evaluate, groups
 
 Role = tuple[int, ...]
 """Indices of leaves of one data type that play the same part in equal operations.
@@ -40,10 +30,6 @@ Vectors = Mapping[Role, Any]
 
 Each device that took a sample has a row.
 """
-
-
-class UnevenError(Exception):
-    """The leaves of an update cannot be computed one by one."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -130,32 +116,19 @@ class Pieces:
         passed: Collection[int] = (),
     ) -> None:
         indices = [i for each in arguments for i in each]
-        whole = jax.make_jaxpr(function)(*specs, switches)
-        flat_whole = flatten(whole.jaxpr)
-        of_inputs = zip(flat_whole.inputs[len(whole.consts) : -1], indices, strict=True)
-        picked = {op.inputs[0] for op in flat_whole.ops if op.name == PICK}
-        self._words = {leaf for ref, leaf in of_inputs if ref in picked}
+        program = row_program(function, specs, switches)
+        flat, avals = program.flat, program.avals
+        of_inputs = zip(program.inputs[:-1], indices, strict=True)
+        self._words = {leaf for ref, leaf in of_inputs if ref in program.words}
         if any(sizes[i] != spec.size for i, spec in _pairs(arguments, specs) if i in self._words):
             raise UnevenError("not every device has all results of sums")
-        rows = [
-            [
-                spec if i in self._words else jax.ShapeDtypeStruct(_row_of(spec.shape), spec.dtype)
-                for i, spec in zip(*each, strict=True)
-            ]
-            for each in zip(arguments, specs, strict=True)
-        ]
-        closed = jax.make_jaxpr(function)(*rows, switches)
-        flat = with_numbers_of(flatten(closed.jaxpr), flat_whole)
-        if flat is None or len(closed.consts) != len(whole.consts):
-            raise UnevenError("the update looks at the shapes of what it takes")
-        flat = without_equal_scalars(flat)
         explained = [*arguments[0], *arguments[1]]
         self.specs = dict(_pairs(arguments, specs))
         self._sizes = sizes
-        consts, inputs = flat.inputs[: len(closed.consts)], flat.inputs[len(closed.consts) :]
-        self._consts = dict(zip(consts, closed.consts, strict=True))
-        self._switches = inputs[-1]
-        self._leaf_of = dict(zip(inputs[:-1], indices, strict=True))
+        consts = flat.inputs[: len(program.consts)]
+        self._consts = dict(zip(consts, program.consts, strict=True))
+        self._switches = program.inputs[-1]
+        self._leaf_of = dict(zip(program.inputs[:-1], indices, strict=True))
         self._result_of: dict[int, int] = {}
         for leaf, ref in zip(explained, flat.outputs, strict=True):
             if ref in self._result_of or not isinstance(ref, int):
@@ -164,10 +137,6 @@ class Pieces:
                 self._result_of[ref] = leaf
         self.leaves = tuple(dict.fromkeys(indices))
         self.computed = frozenset(explained).difference(passed)
-        variables = [*closed.jaxpr.constvars, *closed.jaxpr.invars]
-        avals = {ref: v.aval for ref, v in zip(flat.inputs, variables, strict=True)}
-        for op in flat.ops:
-            avals |= dict(zip(op.outputs, op.avals, strict=True))
         every = self._batched(groups(flat), avals)
         self.batches = [batch for batch in every if any(batch.inputs)]
         self._of_scalars = [batch for batch in every if not any(batch.inputs)]
@@ -334,14 +303,6 @@ class Pieces:
 def _pairs(arguments: Sequence[Sequence[int]], specs: Sequence[Sequence[Any]]) -> list[Any]:
     """Each leaf index with the leaf's shape and data type."""
     return [pair for each in zip(arguments, specs, strict=True) for pair in zip(*each, strict=True)]
-
-
-def _row_of(shape: Sequence[int]) -> tuple[int, ...]:
-    """Shape of a row of a leaf: its number of axes, with :data:`ROW` elements along the last.
-
-    A leaf without elements keeps its shape.
-    """
-    return (*(1,) * (len(shape) - 1), ROW) if shape and 0 not in shape else (*shape,)
 
 
 def _words(elements: np.ndarray) -> np.ndarray:
