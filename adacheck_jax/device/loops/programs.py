@@ -124,7 +124,7 @@ def _with_effort(function: Any, shardings: Any) -> Any:
     return jax.jit(with_effort, out_shardings=(shardings and [*shardings], None))
 
 
-_shared = functools.lru_cache(maxsize=64)(_with_effort)
+_shared = functools.lru_cache(maxsize=16)(_with_effort)
 
 
 @dataclass(frozen=True, slots=True)
