@@ -98,7 +98,7 @@ def checkpoint_manager(
     handlers = own if items is None else {item: own, **items}
     found = _keeping_by(keep, options, place)
     made = AdaCheckManager(own, place, item_handlers=handlers, options=found, metadata=metadata)
-    if not made.all_steps():  # else a restore comes first, and this would be in its way
+    if not (found.read_only or made.all_steps()):  # a restore that comes first it would hold up
         xla_call.begin()
     return made
 
