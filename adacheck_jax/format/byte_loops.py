@@ -54,6 +54,7 @@ class _Compiler:
             self._thread = threading.Thread(target=self._compile, name="adacheck_compile")
             with contextlib.suppress(RuntimeError):  # the interpreter is shutting down
                 self._thread.start()
+                hold_up_forks(self.wait)
 
     def wait(self) -> None:
         """Waits for what was begun."""
@@ -68,6 +69,16 @@ class _Compiler:
             self._loop = compiled_loops.sums()
         except Exception as error:
             _log.info("Fingerprints of host memory are not compiled here: %s", error)
+
+
+def hold_up_forks(wait: Callable[[], object]) -> None:
+    """Has each fork of this process wait, where it forks at all.
+
+    A child has a copy of the compiler's locks, and of those of its imports, but no thread that
+    would ever let go of them.
+    """
+    if hasattr(os, "register_at_fork"):
+        os.register_at_fork(before=wait)
 
 
 def lower_priority() -> None:

@@ -130,11 +130,20 @@ class ShadowThread:
         return self._state is not None and not self._state.is_lost
 
     @property
-    def proves(self) -> bool:
-        """True if, as far as is known, all of the next step is compared with the trained state."""
+    def proves(self) -> bool | None:
+        """True if, as far as is known, all of the next step is compared with the trained state.
+
+        None while the state that it begins with is being taken.
+        """
         # Of several processes each would have to know of all.
         alone = jax.process_count() == 1 and is_host()
-        return alone and self.follows and isinstance(self._state, ShadowState)
+        if not (alone and self.follows and isinstance(self._state, ShadowState)):
+            return False
+        return True if self._is_loaded else None
+
+    @property
+    def _is_loaded(self) -> bool:
+        return self._loaded is None or self._loaded.done()
 
     def may_be_sent(self, structure: Structure) -> bool:
         """True if boxes may be sent for copies of them, before the update is known."""
@@ -226,8 +235,7 @@ class ShadowThread:
         copy = self._state
         if copy is None or copy.journal is None:
             return "", ""
-        is_loaded = self._loaded is None or self._loaded.done()
-        return copy.journal.kind, copy.wants_base(ahead) if is_loaded else ""
+        return copy.journal.kind, copy.wants_base(ahead) if self._is_loaded else ""
 
     def learn(self, *, keeps_records: bool, due: str) -> None:
         """Learns what all processes agreed on: of what kind files are, and why a base is due."""

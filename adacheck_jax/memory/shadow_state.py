@@ -250,7 +250,10 @@ class Followed:
         journal.lift()
 
     def _lose(self, error: Exception, step: int) -> None:
-        """Nothing that goes wrong here costs a step: a sample of each was compared, too."""
+        """Nothing that goes wrong here costs a step: a sample of each was compared, too.
+
+        That of the step on which it is lost may be a thin one; what it misses a restore refuses.
+        """
         self.is_lost = True
         self.refuse(step, f"its copy of the state was lost ({type(error).__name__}: {error})")
         _log.warning(

@@ -52,6 +52,27 @@ def test_a_process_ends_whatever_its_threads_do(tmp_path, situation):
     ran(f"end-{situation}", tmp_path)
 
 
+FORKING = """
+import os, signal, sys, time
+import optax
+import adacheck_jax as adacheck
+adacheck.checkpoint_manager(sys.argv[1], adacheck.Recorder(optax.sgd(0.1)))
+time.sleep(float(sys.argv[2]))
+if (child := os.fork()) == 0:
+    signal.alarm(60)
+    import numba
+    os._exit(numba.njit(lambda x: x + 1)(1) - 2)
+sys.exit(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]))
+"""
+
+
+@pytest.mark.parametrize("delay_s", ["0", "0.2"])
+def test_a_child_that_is_forked_while_loops_are_compiled_can_compile(tmp_path, delay_s):
+    command = [sys.executable, "-W", "ignore", "-c", FORKING, str(tmp_path / "root"), delay_s]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=150, check=False)
+    assert done.returncode == 0, done.stderr
+
+
 def test_an_object_works_in_the_process_that_used_it_first(monkeypatch):
     here = OneProcess("a thing")
     assert not here.is_elsewhere

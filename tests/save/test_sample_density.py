@@ -9,7 +9,7 @@ import optax
 import pytest
 
 import adacheck_jax as adacheck
-from adacheck_jax.memory import shadow
+from adacheck_jax.memory import shadow, shadow_state
 from adacheck_jax.proof import checker
 from adacheck_jax.proof.sample import Sampling
 from adacheck_jax.save.line import planner
@@ -55,7 +55,7 @@ def until(condition):
 def taken(witness):
     """Elements that a witness has of all arrays together."""
     samples, sample = witness.kept
-    vectors = sample.vectors(samples.pieces.before)
+    vectors = sample.vectors(samples._pieces.before)
     return sum(each.shape[1] for each in vectors.values() if each.shape[1] > 1)
 
 
@@ -88,21 +88,51 @@ def test_a_sample_is_thinned_while_the_next_step_is_proved_and_finds_what_is_wro
     assert counts[2] == pytest.approx(dense / 4, rel=0.05)
 
 
-def test_a_run_that_is_proved_from_the_first_step_compiles_no_dense_sample():
-    run = Run()
+def test_until_a_shadow_is_there_the_thin_programs_compute_dense_samples():
+    run, proves = Run(), [None]
     run.advance()
     snapshots = Snapshots(recorders_of(run.recorder), None)
     snapshot = snapshots.take(run.state)
     update = ExportedUpdates("auto").of(snapshot.structure)
-    sampling = Sampling(snapshot.structure, update, update.pieces, lambda: True)
-    assert not sampling.is_ready  # nothing is made yet
+    sampling = Sampling(snapshot.structure, update, update.pieces, lambda: proves[0])
     before = sampling.witness(snapshot.arrays, 1)  # from the host
+    dense = taken(before)
+    until(lambda: sampling._made[True].is_ready)
+    assert not sampling.is_ready  # the next one waits for its state
+    assert sampling._made[False].replay is sampling._made[True].replay
+    counts = []
+    for number, proves[0] in enumerate([True, True, None, None, False], 2):
+        run.advance()
+        arrays = snapshots.take(run.state).arrays
+        edited = [x + 1 if x.shape == SHAPE else x for x in arrays]
+        wrong = sampling.begin(before, edited, number, lambda: {}).findings((0,))
+        assert {snapshot.structure.leaves[i].shape for i in wrong} == {SHAPE}
+        check = sampling.begin(before, arrays, number, lambda: {})
+        assert check.findings((0,)) == {}
+        before = check.witness()
+        counts.append(taken(before))
+    assert counts == [counts[0], counts[0], dense, dense, dense]
+    assert counts[0] == pytest.approx(dense / 4, rel=0.05)
     until(lambda: sampling.is_ready)
-    run.advance()
-    check = sampling.begin(before, snapshots.take(run.state).arrays, 2, lambda: {})
-    assert check.findings((0,)) == {}
-    assert taken(check.witness()) == taken(before)
-    assert [*sampling._made] == [True]
+
+
+def test_where_the_shadow_takes_no_state_the_first_step_is_sampled_densely(tmp_path, monkeypatch):
+    def fail(*args):
+        raise MemoryError
+
+    monkeypatch.setattr(shadow_state.ShadowState, "_load", fail)
+    run, saved = Run(), {}
+    with manager_of(tmp_path, adacheck.AdaCheckHandler(run.recorder)) as manager:
+        for step in range(1, 5):
+            run.advance()
+            if step > 1:
+                run.edit_row(100 * step)
+            saved[step] = host_copy(run.state)
+            manager.save(step, args=adacheck.SaveArgs(run.state))
+    args = adacheck.RestoreArgs(jax.tree.map(np.asarray, run.state))
+    with manager_of(tmp_path, adacheck.AdaCheckHandler(run.recorder)) as manager:
+        for step, expected in saved.items():
+            assert_same_bits(manager.restore(step, args=args), expected)
 
 
 @pytest.mark.parametrize("own", [adacheck.Shadow(bytes=1), None])

@@ -88,6 +88,7 @@ def begin() -> None:
     with _lock:  # XLA refuses a second handler, and the first one's code would be let go of
         if not _trials:
             _trials.append(in_background(_tried))
+            byte_loops.hold_up_forks(_trials[0].exception)
 
 
 def is_ready() -> bool:

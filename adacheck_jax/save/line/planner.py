@@ -317,9 +317,12 @@ class Planner:
             known = self._checker = (structure, update, checker)
         return known[2]
 
-    def _proves(self) -> bool:
-        """True if a sample is not all that the next step is compared by, nor has found anything."""
-        return self._shadow.proves and not self.distrust.is_cautious
+    def _proves(self) -> bool | None:
+        """True if a sample is not all that the next step is compared by, nor has found anything.
+
+        None if that can be said of later steps alone.
+        """
+        return not self.distrust.is_cautious and self._shadow.proves
 
     def snapshot_of_restored(self, restored: Lineage, state: PyTree) -> Snapshot | None:
         """A restored state taken apart; None where the next save cannot be a replayed delta."""
@@ -438,7 +441,7 @@ def _refuse(step: int, _updates: Sequence[int]) -> Findings:
 
 
 def checker_of(
-    structure: Structure, program: ExportedUpdate, proves: Callable[[], bool]
+    structure: Structure, program: ExportedUpdate, proves: Callable[[], bool | None]
 ) -> Checker:
     """The engine that compares the replays of a structure; compiles in the background."""
     if program.pieces is not None:

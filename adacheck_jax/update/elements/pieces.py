@@ -131,7 +131,7 @@ class Pieces:
         self._leaf_of = dict(zip(program.inputs[:-1], indices, strict=True))
         self._result_of: dict[int, int] = {}
         for leaf, ref in zip(explained, flat.outputs, strict=True):
-            if ref in self._result_of or not isinstance(ref, int):
+            if not isinstance(ref, int) or ref in self._result_of:
                 raise UnevenError("two leaves come out of one operation, or one of none")
             if ref not in self._leaf_of:
                 self._result_of[ref] = leaf
