@@ -16,12 +16,16 @@ from adacheck_jax.update.elements.sample_sites import Sites, Starts
 from adacheck_jax.update.elements.sampling import Sample, Taker, from_host
 
 
+_EARLY_COUNT = 3
+"""Dense samples for which no program is compiled, where thin ones will be taken soon."""
+
+
 class Sampling:
     """Replays samples of the leaves.
 
-    The sample of a state is taken for the step after it. ``proves`` tells if all of that will be
-    compared, None for not yet: then it is of fewer elements (:meth:`Sites.thinned`). What neither
-    step needs is not compiled.
+    The sample of a state is taken for the step after it. Where ``proves`` says that all of that
+    step will be compared, it is of fewer elements (:meth:`Sites.thinned`); None stands for not yet.
+    What few steps need is not compiled.
     """
 
     def __init__(
@@ -35,6 +39,7 @@ class Sampling:
         self._proves = proves
         self._made = dict[bool, _Samples]()
         self._next: _Samples | None = None
+        self._early_count = 0
 
     @property
     def is_ready(self) -> bool:
@@ -58,7 +63,8 @@ class Sampling:
         if thin.prepare(arrays) and proves:
             return thin
         dense = self._samples(is_thin=False)
-        if proves is None and self._next is not None:  # the first one is taken by way of the host
+        self._early_count += proves is None
+        if self._early_count > _EARLY_COUNT:  # else they are taken by way of the host
             dense.prepare(arrays)
         return thin if proves and not dense.is_ready else dense
 

@@ -101,7 +101,7 @@ def test_until_a_shadow_is_there_the_thin_programs_compute_dense_samples():
     assert not sampling.is_ready  # the next one waits for its state
     assert sampling._made[False].replay is sampling._made[True].replay
     counts = []
-    for number, proves[0] in enumerate([True, True, None, None, False], 2):
+    for number, proves[0] in enumerate([True, True, None, None, None, False], 2):
         run.advance()
         arrays = snapshots.take(run.state).arrays
         edited = [x + 1 if x.shape == SHAPE else x for x in arrays]
@@ -111,7 +111,7 @@ def test_until_a_shadow_is_there_the_thin_programs_compute_dense_samples():
         assert check.findings((0,)) == {}
         before = check.witness()
         counts.append(taken(before))
-    assert counts == [counts[0], counts[0], dense, dense, dense]
+    assert counts == [counts[0], counts[0], *[dense] * 4]
     assert counts[0] == pytest.approx(dense / 4, rel=0.05)
     until(lambda: sampling.is_ready)
 
