@@ -15,7 +15,6 @@ from adacheck_jax.update.elements.pieces import Pieces
 from adacheck_jax.update.elements.sample_sites import Sites, Starts
 from adacheck_jax.update.elements.sampling import Sample, Taker, from_host
 
-
 _EARLY_COUNT = 3
 """Dense samples for which no program is compiled, where thin ones will be taken soon."""
 
