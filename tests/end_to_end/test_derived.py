@@ -357,7 +357,7 @@ def test_what_is_computed_otherwise_is_stored_and_nothing_is_lost(
             saved[run.count] = expected
             manager.save(run.count, args=adacheck.SaveArgs(run.state))
     assert kinds(tmp_path) == "B" + "R" * 8
-    assert "They are stored as they are; nothing is lost" in caplog.text
+    assert "They are stored as they are, and the other leaves are replayed" in caplog.text
     is_changed = {skipped: lambda n: n % 3, edited: lambda n: n == 4, other_decay: lambda n: n >= 4}
     leaves = base_of(tmp_path, 1).leaves
     for step in range(2, 10):
@@ -386,7 +386,7 @@ def test_an_edit_of_a_recorded_step_is_stored_too(tmp_path, caplog, monkeypatch)
         saved |= save_steps(manager, run, 1)
     assert [each.checked for each in delta_of(tmp_path, 6).deltas] == ["full"] * 4
     assert [bool(each.unreplayed) for each in delta_of(tmp_path, 6).deltas] == [0, 1, 0, 0]
-    assert "They are stored as they are; nothing is lost" in caplog.text
+    assert "They are stored as they are, and the other leaves are replayed" in caplog.text
     assert_all_restorable(tmp_path, saved, run.state)
 
 

@@ -131,7 +131,13 @@ class Keeping:
             call = ""
             action = Action(told["action"])
             if action is Action.RESOLVE:
-                self._flight.join(told["why"])
+                try:
+                    self._flight.join(told["why"])
+                except Exception as error:
+                    error.add_note(
+                        f"Nor is step {step}, before whose save that was found: save it."
+                    )
+                    raise
             else:
                 if told["has_ended"]:
                     self._end(step)

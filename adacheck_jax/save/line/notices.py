@@ -51,8 +51,8 @@ class Distrust:
         if not paths.issubset(self._told):
             self._told |= paths
             _log.warning(
-                "Step %d, and perhaps others after it: %s. They are stored as they are; nothing is "
-                "lost, and the other leaves are replayed. %s",
+                "Step %d, and perhaps others after it: %s. They are stored as they are, and the "
+                "other leaves are replayed. %s",
                 *(plan.step, text, CAUSES),
             )
 
