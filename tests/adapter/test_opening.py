@@ -120,7 +120,7 @@ def test_a_save_that_orbax_could_not_begin_is_told(opened, asks):
     ask = {"save": opened.save, "wait": manager.wait_until_finished, "close": manager.close}
     with pytest.raises(ValueError, match="a mistake") as caught:
         ask[asks]()
-    nor = ["Nor is step 3, before whose save that was found: save it."] if asks == "save" else []
+    nor = ["Nor is step 3, whose save tells it: save it again."] if asks == "save" else []
     assert caught.value.__notes__ == ["Step 2 is not saved.", *nor]
     opened.error = None
     if asks == "save":
