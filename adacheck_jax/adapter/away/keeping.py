@@ -134,9 +134,7 @@ class Keeping:
                 try:
                     self._flight.join(told["why"])
                 except Exception as error:
-                    error.add_note(
-                        f"Nor is step {step}, before whose save that was found: save it."
-                    )
+                    error.add_note(f"Nor is step {step}, whose save tells it: save it again.")
                     raise
             else:
                 if told["has_ended"]:
