@@ -56,6 +56,7 @@ class Structure:
         replicated: boxes that lie on several devices in copies declared equal.
         ephemeral: positions of the leaves that are saved with bases alone.
         devices: ids of the devices on which the leaves of updates lie, in a program's order.
+        offloaded: positions of the leaves of updates that programs cannot take where they lie.
         on_accelerator: True if some leaves lie where the host cannot read them in place.
     """
 
@@ -73,6 +74,7 @@ class Structure:
     replicated: tuple[replicas.Site, ...] = ()
     ephemeral: frozenset[int] = frozenset()
     devices: tuple[int, ...] = ()
+    offloaded: frozenset[int] = frozenset()
     on_accelerator: bool = False
 
     @functools.cached_property
@@ -150,7 +152,10 @@ class Structure:
 
     def lies_like(self, other: Structure) -> bool:
         """True if programs take the leaves of updates from the places where another state's lie."""
-        return self is other or (self.devices == other.devices and self.sites == other.sites)
+        return self is other or (
+            (self.devices, self.offloaded) == (other.devices, other.offloaded)
+            and self.sites == other.sites
+        )
 
     def computed_by(self, updates: Iterable[int]) -> frozenset[int]:
         """Positions of what some of the updates compute."""
@@ -370,7 +375,13 @@ class Snapshots:
         )
         # Those of the leaf that lies on most devices, in a program's order.
         devices = max((sharding.devices_of(arrays[i]) for i in touched), key=len, default=())
-        return dataclasses.replace(structure, placement=placement, sites=sites, devices=devices)
+        return dataclasses.replace(
+            structure,
+            placement=placement,
+            sites=sites,
+            devices=devices,
+            offloaded=frozenset(i for i in touched if not sharding.in_device_memory(arrays[i])),
+        )
 
 
 def leaves_of(

@@ -7,6 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+from jax.sharding import SingleDeviceSharding
 
 import adacheck_jax as adacheck
 from adacheck_jax.memory import shadow, shadow_state
@@ -146,6 +147,30 @@ def test_without_a_shadow_an_edited_row_is_always_found_and_stored(tmp_path, own
             saved[step] = host_copy(run.state)
             manager.save(step, args=adacheck.SaveArgs(run.state))
             manager.wait_until_finished()
+    args = adacheck.RestoreArgs(jax.tree.map(np.asarray, run.state))
+    with manager_of(tmp_path, adacheck.AdaCheckHandler(run.recorder)) as manager:
+        for step, expected in saved.items():
+            assert_same_bits(manager.restore(step, args=args), expected)
+
+
+def test_a_state_that_was_moved_to_other_memory_is_saved(tmp_path):
+    run, saved = Run(), {}
+    handler = adacheck.AdaCheckHandler(run.recorder, shadow=None)
+    with manager_of(tmp_path, handler) as manager:
+        for step in range(1, 12):
+            run.advance()
+            if step > 8:  # programs that take samples are compiled for the memory before
+                away = jax.sharding.SingleDeviceSharding(
+                    jax.devices()[0], memory_kind="pinned_host"
+                )
+                run.state = jax.device_put(run.state, away) if step < 11 else run.state
+            saved[step] = host_copy(run.state)
+            manager.save(step, args=adacheck.SaveArgs(run.state))
+            manager.wait_until_finished()
+            if step == 3:
+                (line,) = handler.run.lines._savers.values()
+                until(lambda: line._planner._checker[2].is_ready)  # noqa: B023
+            run.state = jax.tree.map(lambda x: jax.device_put(np.asarray(x)), run.state)
     args = adacheck.RestoreArgs(jax.tree.map(np.asarray, run.state))
     with manager_of(tmp_path, adacheck.AdaCheckHandler(run.recorder)) as manager:
         for step, expected in saved.items():
