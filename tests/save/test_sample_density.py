@@ -160,9 +160,7 @@ def test_a_state_that_was_moved_to_other_memory_is_saved(tmp_path):
         for step in range(1, 12):
             run.advance()
             if step > 8:  # programs that take samples are compiled for the memory before
-                away = jax.sharding.SingleDeviceSharding(
-                    jax.devices()[0], memory_kind="pinned_host"
-                )
+                away = SingleDeviceSharding(jax.devices()[0], memory_kind="pinned_host")
                 run.state = jax.device_put(run.state, away) if step < 11 else run.state
             saved[step] = host_copy(run.state)
             manager.save(step, args=adacheck.SaveArgs(run.state))
