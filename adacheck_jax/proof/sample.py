@@ -71,9 +71,11 @@ class Sampling:
         if is_thin not in self._made:
             sites = self._structure.sites
             assert sites is not None
+            pieces: Pieces | None = self._pieces
             if is_thin:
                 sites = sites.thinned()
-            if (pieces := self._pieces.resized(sites.sizes)) is None:
+                pieces = pieces.resized(sites.sizes)
+            if pieces is None:
                 self._made[is_thin] = self._samples(is_thin=False)
             else:
                 thin = self._made.get(True)

@@ -46,6 +46,15 @@ class Run:
         params["w"] = jax.block_until_ready(params["w"].at[row].add(1.0))
 
 
+def sampling_of(run, proves):
+    """Where the states of a run are taken apart, its first state, and what samples them."""
+    run.advance()
+    snapshots = Snapshots(recorders_of(run.recorder), None)
+    snapshot = snapshots.take(run.state)
+    update = ExportedUpdates("auto").of(snapshot.structure)
+    return snapshots, snapshot, Sampling(snapshot.structure, update, update.pieces, proves)
+
+
 def until(condition):
     end_s = time.monotonic() + 60
     while not condition():
@@ -62,11 +71,7 @@ def taken(witness):
 
 def test_a_sample_is_thinned_while_the_next_step_is_proved_and_finds_what_is_wrong():
     run, proves = Run(), [False]
-    run.advance()
-    snapshots = Snapshots(recorders_of(run.recorder), None)
-    snapshot = snapshots.take(run.state)
-    update = ExportedUpdates("auto").of(snapshot.structure)
-    sampling = Sampling(snapshot.structure, update, update.pieces, lambda: proves[0])
+    snapshots, snapshot, sampling = sampling_of(run, lambda: proves[0])
     before = sampling.witness(snapshot.arrays, 1)
     until(lambda: sampling.is_ready)
     dense, counts = taken(before), []
@@ -91,11 +96,7 @@ def test_a_sample_is_thinned_while_the_next_step_is_proved_and_finds_what_is_wro
 
 def test_until_a_shadow_is_there_the_thin_programs_compute_dense_samples():
     run, proves = Run(), [None]
-    run.advance()
-    snapshots = Snapshots(recorders_of(run.recorder), None)
-    snapshot = snapshots.take(run.state)
-    update = ExportedUpdates("auto").of(snapshot.structure)
-    sampling = Sampling(snapshot.structure, update, update.pieces, lambda: proves[0])
+    snapshots, snapshot, sampling = sampling_of(run, lambda: proves[0])
     before = sampling.witness(snapshot.arrays, 1)  # from the host
     dense = taken(before)
     until(lambda: sampling._made[True].is_ready)

@@ -97,7 +97,7 @@ class _CopyProgram:
         self._is_narrow = any(is_narrow(x.dtype) for x in avals)
         places = [(i, None) for i in leaves] if calls_loops else None
         function = jax.jit(copy, out_shardings=[*shardings])
-        self._program = Program(function, mesh, types, [], places, [*shardings])
+        self._program = Program(function, mesh, types, [], places, shardings)
         self._compiling: Future[None] | None = None
 
     def __call__(self, arrays: Sequence[jax.Array]) -> Result:

@@ -108,6 +108,7 @@ class Program:
 
 
 _EFFORT = np.ones((16, 16), np.float32)
+"""Matrix that programs on CPU devices multiply by itself."""
 
 
 def _with_effort(function: Any, shardings: Any) -> Any:
