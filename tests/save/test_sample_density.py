@@ -1,5 +1,6 @@
 """Where a shadow compares all of a step, a sample takes fewer elements; else it takes them all."""
 
+import threading
 import time
 
 import jax
@@ -27,7 +28,8 @@ class Run:
 
     def __init__(self):
         self.recorder = adacheck.Recorder(optax.adam(1e-2))
-        params = {"w": jnp.ones(SHAPE), "v": jnp.ones(6007), "s": jnp.ones(())}
+        large = jnp.linspace(0.5, 2.0, SHAPE[0] * SHAPE[1]).reshape(SHAPE)
+        params = {"w": large, "v": jnp.linspace(-1.0, 1.0, 6007), "s": jnp.ones(())}
         self.state = {"params": params, "opt": self.recorder.init(params)}
 
         @jax.jit
@@ -119,7 +121,10 @@ def test_until_a_shadow_is_there_the_thin_programs_compute_dense_samples():
 
 
 def test_where_the_shadow_takes_no_state_the_first_step_is_sampled_densely(tmp_path, monkeypatch):
+    may_fail = threading.Event()
+
     def fail(*args):
+        assert may_fail.wait(60)
         raise MemoryError
 
     monkeypatch.setattr(shadow_state.ShadowState, "_load", fail)
@@ -128,9 +133,11 @@ def test_where_the_shadow_takes_no_state_the_first_step_is_sampled_densely(tmp_p
         for step in range(1, 5):
             run.advance()
             if step > 1:
-                run.edit_row(100 * step)
+                run.edit_row(130 * step)  # which a thin sample of the second step misses
             saved[step] = host_copy(run.state)
             manager.save(step, args=adacheck.SaveArgs(run.state))
+            if step > 1:
+                may_fail.set()
     args = adacheck.RestoreArgs(jax.tree.map(np.asarray, run.state))
     with manager_of(tmp_path, adacheck.AdaCheckHandler(run.recorder)) as manager:
         for step, expected in saved.items():

@@ -13,6 +13,15 @@ from adacheck_jax.update.binding import recorders_of
 from adacheck_jax.update.elements import row_program
 from adacheck_jax.update.pinning.flat_jaxpr import flatten
 
+
+def scaled(rate_of):
+    def update(updates, state, params=None):
+        del params
+        return jax.tree.map(lambda u: rate_of(u) * u, updates), state
+
+    return optax.GradientTransformation(lambda params: optax.EmptyState(), update)
+
+
 RATE = 1e-2
 TAKEN_OVER = {
     "adamw": optax.adamw(RATE),
@@ -20,6 +29,7 @@ TAKEN_OVER = {
     "bfloat16 momentum": optax.adam(RATE, mu_dtype=jnp.bfloat16),
     "injected": optax.inject_hyperparams(optax.adamw)(learning_rate=RATE),
     "warmup": optax.adamw(optax.warmup_cosine_decay_schedule(0.0, RATE, 3, 40)),
+    "spread numbers": scaled(lambda u: jnp.full(u.shape, -RATE)),
     "lion": optax.lion(RATE),
     "nesterov": optax.sgd(RATE, momentum=0.9, nesterov=True),
     "rmsprop": optax.rmsprop(RATE, centered=True, momentum=0.9),
@@ -57,6 +67,7 @@ def described(flat):
             [ref if isinstance(ref, int) else np.asarray(ref.val).tobytes() for ref in op.inputs],
         )
         + (op.outputs, [*op.shapes.values()], [(x.shape, x.dtype) for x in op.avals])
+        + (op.eqn.params.get("shape"),)
         for op in flat.ops
     ], flat.outputs
 
@@ -73,14 +84,6 @@ def test_operations_with_other_shapes_are_those_that_a_trace_on_rows_gives(name,
     shapes = [{i: (x.shape, x.dtype) for i, x in each.avals.items()} for each in (found, traced)]
     assert shapes[0] == shapes[1]
     assert found.words == traced.words
-
-
-def scaled(rate_of):
-    def update(updates, state, params=None):
-        del params
-        return jax.tree.map(lambda u: rate_of(u) * u, updates), state
-
-    return optax.GradientTransformation(lambda params: optax.EmptyState(), update)
 
 
 def test_numbers_that_depend_on_a_shape_are_those_of_the_whole_update():
