@@ -91,7 +91,8 @@ class Sampling:
     def begin(self, before: Witness, arrays: Sequence[Any], step: int, sums: Sums) -> Check:
         """Takes what the check of a delta needs."""
         samples, last = before.kept
-        after = samples.take(arrays, last.starts, is_before=False)
+        has_moved = before.structure.offloaded != self._structure.offloaded
+        after = samples.take(arrays, last.starts, is_before=False, on_host=has_moved)
         return Check(
             functools.partial(self.witness, arrays, step),
             functools.partial(samples.findings, last, after),
@@ -126,9 +127,14 @@ class _Samples:
     def _roles(self, is_before: bool) -> Sequence[Any]:
         return self._pieces.before if is_before else self._pieces.after
 
-    def take(self, arrays: Sequence[Any], starts: Starts, *, is_before: bool) -> Sample:
-        """A sample; taken from the host until there are programs for it."""
-        taker = self._takers.get(is_before)
+    def take(
+        self, arrays: Sequence[Any], starts: Starts, *, is_before: bool, on_host: bool = False
+    ) -> Sample:
+        """A sample; taken ``on_host`` from arrays in other memory than that of the first ones.
+
+        So it is, too, until there are programs for it.
+        """
+        taker = None if on_host else self._takers.get(is_before)
         if taker is not None and taker.is_ready:
             return taker.take(arrays, starts)
         return from_host(arrays, self.sites, starts, self._roles(is_before))

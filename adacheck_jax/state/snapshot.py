@@ -151,11 +151,11 @@ class Structure:
         )
 
     def lies_like(self, other: Structure) -> bool:
-        """True if programs take the leaves of updates from the places where another state's lie."""
-        return self is other or (
-            (self.devices, self.offloaded) == (other.devices, other.offloaded)
-            and self.sites == other.sites
-        )
+        """True if the leaves of updates lie on the devices that another state's lie on, and alike.
+
+        They may lie in other memory there.
+        """
+        return self is other or (self.devices == other.devices and self.sites == other.sites)
 
     def computed_by(self, updates: Iterable[int]) -> frozenset[int]:
         """Positions of what some of the updates compute."""
