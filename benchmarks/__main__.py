@@ -62,7 +62,7 @@ def longest_steps(is_full: bool) -> dict[str, Any]:
     """A language model of 7 million params, each way in a process of its own."""
     size = {"params": 7_000_000, "batch": 32} if is_full else {"params": 1_000_000, "batch": 16}
     steps = (
-        {"warm": 26, "steps": 52, "deltas": 12} if is_full else {"warm": 8, "steps": 8, "deltas": 3}
+        {"warm": 46, "steps": 52, "deltas": 12} if is_full else {"warm": 8, "steps": 8, "deltas": 3}
     )
     return {way: child.measure("longest", way=way, **size, **steps) for way in longest.WAYS}
 

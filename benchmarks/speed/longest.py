@@ -51,10 +51,9 @@ def run(root: str, way: str, params: int, batch: int, warm: int, steps: int, del
 
     update = jax.jit(updated, donate_argnums=(0, 1))
     if way in (BACKGROUND, IN_THE_LOOP):
-        shadow = adacheck.Shadow(background_bases=way == BACKGROUND)
-        made = adacheck.checkpoint_manager(
-            root, recorder, max_to_keep=2, max_deltas=deltas, shadow=shadow
-        )
+        # A fixed number of deltas is kept to, so that the loop writes all bases.
+        policy = adacheck.AdaptivePolicy(most_deltas=deltas) if way == BACKGROUND else deltas
+        made = adacheck.checkpoint_manager(root, recorder, max_to_keep=2, max_deltas=policy)
     else:
         options = ocp.CheckpointManagerOptions(max_to_keep=2)
         made = ocp.CheckpointManager(root, options=options)
