@@ -327,15 +327,16 @@ def _turn(directory: Location) -> Iterator[None]:
 def _remove_abandoned(directory: Location) -> None:
     """Removes what processes that are gone have left of bases of other steps under the root.
 
-    A base is as large as a state, and each kill may leave one. This holds one lock at a time.
+    A base is as large as a state, and each kill may leave one.
     """
     root = at(roots.place_of(directory).line[0])
     begin, end = roots.PROBE_PREFIX, f".{_WORK}{roots.TMP_SUFFIX}"
     for name in root.folders():
         if name.startswith(begin) and name.endswith(end):
             lock = f"{name.removesuffix(end)}.{_LOCK}{roots.TMP_SUFFIX}"
-            with (root / lock).lock():  # else somebody works on it
-                (root / name).delete()
+            with (root / lock).lock(waits=False) as is_held:
+                if is_held:  # else somebody works on it
+                    (root / name).delete()
 
 
 @contextlib.contextmanager

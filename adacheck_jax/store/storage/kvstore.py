@@ -207,8 +207,8 @@ class KvStore:
     def sync(self, *keys: str, deep: bool = False) -> None:
         """Does nothing: what was written is durable."""
 
-    def lock(self, key: str) -> contextlib.AbstractContextManager[None]:
-        return contextlib.nullcontext()
+    def lock(self, key: str, *, waits: bool) -> contextlib.AbstractContextManager[bool]:
+        return contextlib.nullcontext(True)
 
     def watched(self, prefix: str) -> contextlib.AbstractContextManager[Callable[[], bool]]:
         """Tells of no other folder: none can take another's place."""

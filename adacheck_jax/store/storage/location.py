@@ -225,12 +225,13 @@ class Location:
         """
         self.storage.sync(self.key, *(each.key for each in values), deep=deep)
 
-    def lock(self) -> AbstractContextManager[None]:
-        """Waits for a lock, as far as the storage has locks; it is left with its holder.
+    def lock(self, *, waits: bool = True) -> AbstractContextManager[bool]:
+        """Holds a lock, as far as the storage has locks; it is left with its holder.
 
-        Nothing else may lie at the key.
+        Nothing else may lie at the key. It yields False where another one holds it and this one
+        does not wait.
         """
-        return self.storage.lock(self.key)
+        return self.storage.lock(self.key, waits=waits)
 
     def watched(self) -> AbstractContextManager[Callable[[], bool]]:
         """Yields a function that tells if a folder is still there and has not been replaced."""

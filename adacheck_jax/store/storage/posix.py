@@ -173,12 +173,15 @@ class Posix:
                 pass
 
     @contextlib.contextmanager
-    def lock(self, key: str) -> Iterator[None]:
+    def lock(self, key: str, *, waits: bool) -> Iterator[bool]:
         """Holds a locked empty file, which a killed process leaves unlocked."""
-        descriptor, process = _locked(key), OneProcess("a lock")
+        descriptor, process = _locked(key, waits=waits), OneProcess("a lock")
+        if descriptor is None:
+            yield False
+            return
         process.enter()
         try:
-            yield
+            yield True
         finally:
             try:
                 if not process.is_elsewhere:  # a forked child that ends has a copy of this
@@ -254,12 +257,17 @@ def _sync(path: str) -> None:
         os.close(descriptor)
 
 
-def _locked(path: str) -> int:
+def _locked(path: str, *, waits: bool) -> int | None:
+    """The locked file; None if another one has it and this one does not wait."""
     while True:
         descriptor = os.open(path, os.O_RDONLY | os.O_CREAT, 0o666)
-        # On file systems without locks nobody waits.
-        with contextlib.suppress(OSError):
-            fcntl.flock(descriptor, fcntl.LOCK_EX)
+        try:
+            fcntl.flock(descriptor, fcntl.LOCK_EX if waits else fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            os.close(descriptor)
+            return None
+        except OSError:  # on file systems without locks nobody waits
+            pass
         if _is_same(path, descriptor):
             return descriptor  # else the last holder of the lock has just removed the file
         os.close(descriptor)
