@@ -39,6 +39,7 @@ from adacheck_jax.save.one_save import Save
 from adacheck_jax.store.compaction import in_place
 from adacheck_jax.store.compaction.in_place import Prepared
 from adacheck_jax.store.compaction.new_base import ALONE, BEGIN, WRITTEN, Team
+from adacheck_jax.store.retention import KeepLineage
 from adacheck_jax.store.steps import lookup
 from adacheck_jax.store.steps.lineage import Lineage
 
@@ -99,12 +100,14 @@ class _Written:
 class BackgroundBases:
     """Makes bases of saved deltas, one at a time.
 
+    The policy ``keep`` keeps a step of which one is made.
+
     Attributes:
         known: what all processes agreed on.
     """
 
-    def __init__(self, shadow: ShadowThread) -> None:
-        self._shadow = shadow
+    def __init__(self, shadow: ShadowThread, keep: KeepLineage | None) -> None:
+        self._shadow, self._keep = shadow, keep
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="adacheck_base")
         self._lock = threading.Lock()
         self._pending: _Pending | None = None
@@ -126,6 +129,7 @@ class BackgroundBases:
         self._has_failed, self._placed = False, (0.0, depth)
         self.known = BackgroundFacts(newest_depth=depth)
         self._drop()
+        self._hold(None)
 
     def take(
         self, save: Save, others: Mapping[int, Blocks], earlier_sums: Mapping[int, int] | None
@@ -136,6 +140,7 @@ class BackgroundBases:
         """
         if self._pending is not None:
             return
+        self._hold(save.number)
         proof, exchange = save.own.proof, save.attempt.exchange
         copies = Future[Copies]() if proof is None else proof.copied(others)
         if proof is None:
@@ -173,6 +178,8 @@ class BackgroundBases:
     def learn(self, facts: BackgroundFacts) -> Save | None:
         """Learns what all processes know, at the same save; gives that of a new base, once."""
         newest_depth, self.known = self.known.newest_depth, facts
+        if facts.newest_depth > newest_depth or not facts.are_possible:
+            self._hold(None)
         if facts.newest_depth > newest_depth:
             pending, self._pending = self._pending, None
             return pending and pending.save
@@ -195,8 +202,14 @@ class BackgroundBases:
         except Exception as error:
             pending.placed.set_exception(error)  # told by :meth:`go_on`
 
+    def _hold(self, number: int | None) -> None:
+        """Has the policy keep a step by its manager's number; all processes at the same saves."""
+        if self._keep is not None:
+            self._keep.hold(self, number)
+
     def close(self) -> None:
         """Waits for the base that is being written, and puts it into its place."""
+        self._hold(None)
         pending = self._pending
         if pending is None or pending.written is None:
             return

@@ -78,7 +78,7 @@ class Saver:
         host = options.host_shadow
         most_bytes, records = (0, False) if host is None else (host.bytes, bool(host.records))
         self._shadow = ShadowThread(most_bytes, place, peers, keeps_records=records)
-        self._bases = BackgroundBases(self._shadow)
+        self._bases = BackgroundBases(self._shadow, options.keep_lineage)
         self._planner = Planner(recorders, options, self._schedule, self._bases, self._shadow)
         self._notices, self._has_gap = Notices(), False
         # A step may be restored, to look at it, while another thread saves the next one.

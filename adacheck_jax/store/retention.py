@@ -46,12 +46,23 @@ class KeepLineage:
         self._inner = inner_policy
         self._parents: dict[int, set[int]] = {}
         self._let_go: dict[int, None] = {}
+        self._held: dict[object, int] = {}
         self._told: int | None = None
         self.is_asked = False
 
     def note(self, step: int, parent: int) -> None:
         """Remembers that a step builds on another; called by the handler."""
         self._parents.setdefault(step, set()).add(parent)
+
+    def hold(self, holder: object, step: int | None) -> None:
+        """Keeps a step until its holder gives None; called by the handler, to make a base of it.
+
+        Of steps that it gives before that, the first stays.
+        """
+        if step is None:
+            self._held.pop(holder, None)
+        else:
+            self._held.setdefault(holder, step)
 
     def lets_go(self, step: int) -> bool:
         """True if a step may be deleted at any moment, so that no step may build on it."""
@@ -61,6 +72,8 @@ class KeepLineage:
         self, checkpoints: Sequence[_SavedCheckpoint], *, context: Any
     ) -> Sequence[bool]:
         """Keeps the steps that the inner policy keeps, the newest, and all that those build on.
+
+        A step stays, too, while a base is made of it in the background.
 
         Raises:
             ValueError: the policy lies in another one, which may keep steps without what they
@@ -72,6 +85,7 @@ class KeepLineage:
         steps = {checkpoint.step for checkpoint in checkpoints}
         kept = {c.step for c, keep in zip(checkpoints, inner, strict=True) if keep}
         kept |= {max(steps)} if steps else set()  # the next step builds on it
+        kept |= steps.intersection(self._held.values())
         wanted, waiting = frozenset(kept), list(kept)
         while waiting:
             parents = self._parents.get(waiting.pop(), set()) - kept

@@ -7,6 +7,7 @@ import time
 
 import orbax.checkpoint as ocp
 import pytest
+from orbax.checkpoint.checkpoint_managers import LatestN
 
 import adacheck_jax as adacheck
 from adacheck_jax.format import manifest_json
@@ -176,6 +177,72 @@ def test_a_base_that_takes_long_lets_the_lineage_grow_to_twice_its_length(tmp_pa
             manager.wait_until_finished()
         is_over.append(True)
     assert kinds(tmp_path) == ["B", *"RRRRRR", "B", "R"]
+
+
+def test_a_step_stays_while_a_base_is_made_of_it_whatever_the_policy_says(tmp_path, monkeypatch):
+    may_write, write = threading.Event(), new_base.write
+
+    def slow(*args, **kwargs):
+        assert may_write.wait(60)
+        return write(*args, **kwargs)
+
+    monkeypatch.setattr(new_base, "write", slow)
+    run, keep = support.dict_run(mesh_of((1, 1))), adacheck.KeepLineage(LatestN(2))
+    handler = adacheck.AdaCheckHandler(run.recorder, keep_lineage=keep)
+    saved, listed = {}, {}
+    with manager_of(tmp_path, handler, preservation_policy=keep) as manager:
+        for step in range(1, 11):
+            run.advance()
+            saved[step] = host_copy(run.state)
+            manager.save(step, args=adacheck.SaveArgs(run.state))
+            manager.wait_until_finished()
+            listed[step] = [*manager.all_steps()]
+            if step == 6:  # with six deltas the line is full, and the loop would write a base
+                may_write.set()
+                _bases(handler)._pending.written.result()
+        newest = lookup.resolve(tmp_path / "10" / "default")
+        assert listed[3] == [2, 3]
+        assert listed[6] == [4, 5, 6]
+        assert listed[10] == [9, 10]
+    assert newest.base.step >= 4
+    assert "compacted" in newest.base.reason
+    kept = {step: saved[step] for step in (9, 10)}
+    assert_all_restorable(tmp_path, kept, run.state)
+
+
+def test_a_step_of_which_no_base_can_be_made_does_not_stay(tmp_path, monkeypatch):
+    def fails(*_, **__):
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(new_base, "write", fails)
+    run, keep = support.dict_run(mesh_of((1, 1))), adacheck.KeepLineage(LatestN(2))
+    handler = adacheck.AdaCheckHandler(run.recorder, keep_lineage=keep)
+    with manager_of(tmp_path, handler, preservation_policy=keep) as manager:
+        for step in range(1, 11):
+            run.advance()
+            manager.save(step, args=adacheck.SaveArgs(run.state))
+            manager.wait_until_finished()
+        assert [*manager.all_steps()] == [9, 10]
+
+
+def test_a_base_that_waits_for_its_place_holds_up_no_other_handlers(tmp_path):
+    run = support.dict_run(mesh_of((1, 1)))
+    first = adacheck.AdaCheckHandler(run.recorder)
+    saved = {}
+    with manager_of(tmp_path, first) as manager:
+        for step in range(1, 6):
+            run.advance()
+            saved[step] = host_copy(run.state)
+            manager.save(step, args=adacheck.SaveArgs(run.state))
+            manager.wait_until_finished()
+        _bases(first)._pending.written.result()
+        second = adacheck.AdaCheckHandler(run.recorder)
+        saved |= trained(tmp_path, run, second, 5)
+        second.close()
+    assert 9 in bases_of(tmp_path)
+    first.close()
+    assert bases_of(tmp_path) == [1, 4, 6, 9]
+    assert_all_restorable(tmp_path, saved, run.state)
 
 
 def test_no_base_is_made_in_the_background_where_that_is_refused(tmp_path):
