@@ -48,9 +48,11 @@ def test_a_restore_leaves_no_objects_behind(saved):
     with support.manager_of(root, handler) as manager:
         manager.restore(6, args=args)
         settle()  # the next one finds all programs compiled
-        found = growth.measure("restore", lambda: manager.restore(6, args=args), 20, settle)
+        restore = functools.partial(manager.restore, 6, args=args)
+        found = [growth.measure("restore", restore, 10, settle) for _ in range(3)]
         support.assert_same_bits(manager.restore(6, args=args), states[6])
-    assert found.objects < 1
+    # What tests before this one left at work makes objects once; a leak does each time.
+    assert min(each.objects for each in found) < 1
 
 
 def test_the_update_is_compiled_once_however_many_deltas(saved, monkeypatch):
