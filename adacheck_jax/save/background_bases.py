@@ -203,7 +203,10 @@ class BackgroundBases:
             pending.placed.set_exception(error)  # told by :meth:`go_on`
 
     def _hold(self, number: int | None) -> None:
-        """Has the policy keep a step by its manager's number; all processes at the same saves."""
+        """Has the policy keep the step with a manager's number; None for none any more.
+
+        All processes call this at the same saves.
+        """
         if self._keep is not None:
             self._keep.hold(self, number)
 
