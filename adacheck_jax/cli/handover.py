@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import itertools
-import os
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -138,26 +137,17 @@ def transform(
 
 
 def _show_copy(report: CopyReport) -> None:
-    """Print a row for each step, what links saved, and how fast it was."""
+    """Print a row for each step, and what was written."""
     rows = []
     for each in report.steps:
         result = each.result if each.why is None else f"{each.result}: {each.why}"
-        if each.is_added:
-            result += " (another step builds on it)"
-        written = decimal(each.written_bytes) if each.plain_bytes else None
+        written = decimal(each.written_bytes) if each.written_bytes else None
         rows.append((each.name, result, written))
     print_rows(("step", "result", "written"), rows, right=("written",))
-    if report.found_bytes:
-        print_text(f"An interrupted copy had written {decimal(report.found_bytes)} more.")
     if report.not_copied:
         print_text(f"Not copied, as they are no steps: {', '.join(report.not_copied)}.")
-    rate = int(report.written_bytes / max(report.seconds, 1e-3))
-    links = ""
-    if report.plain_bytes > report.written_bytes + report.found_bytes:
-        links = f" As files of their own the links would make it {decimal(report.plain_bytes)}."
     print_text(
-        f"Every file was read back.{links} {decimal(report.written_bytes)} in "
-        f"{report.seconds:.1f} s, {decimal(rate)}/s, to {report.destination}."
+        f"Every file was read back. {decimal(report.written_bytes)} to {report.destination}."
     )
 
 
@@ -168,35 +158,28 @@ def _copied(report: CopyReport) -> bool:
 
 @command(_GROUP, _show_copy, _copied)
 def cp(
-    paths: Annotated[
-        list[str],
-        typer.Argument(
-            metavar="SRC[/STEP]... DEST",
-            help="A root, or steps of one; a new root. Directories, gs:// or s3://.",
-        ),
+    root: Root,
+    dest: Annotated[
+        str, typer.Argument(metavar="DEST", help="Another root: a directory, gs:// or s3://.")
     ],
 ) -> CopyReport:
-    """Copy a checkpoint root, or some of its steps with all that they build on, to DEST.
+    """Copy the steps of a checkpoint root to another one, on a disk or in a bucket.
 
     \b
     Examples:
-      adacheck cp checkpoints/1100 checkpoints/1200 /mnt/backup/checkpoints
+      adacheck cp checkpoints /mnt/backup/checkpoints
       adacheck cp checkpoints s3://bucket/run
 
     On a disk hard links stay hard links, and the copy is as large as the original; cp -r would
     write each link as a file of its own. In a bucket a delta refers to the steps that it builds on;
     back on a disk it has links to them. Every file is read back. A step counts as one when it is
-    whole; one that cannot be copied is told in its row. A copy that was killed goes on where it
-    was: call it again. Steps that DEST has stay. A step that is deleted meanwhile has a row that
-    says so. Exit code 1 if a step was refused or all were deleted, 2 if there is no such root or
-    step, or a bucket does not answer.
+    whole; one that cannot be copied is told in its row. Steps that DEST has stay: after a kill call
+    it again. A step that is deleted meanwhile has a row that says so. Exit code 1 if a step was
+    refused or all were deleted, 2 if there is no such root, or a bucket does not answer.
 
     With --json: the fields of adacheck_jax.tools.handover.copying.CopyReport.
     """
     from adacheck_jax.tools.handover import copying
 
-    if len(paths) < 2:
-        raise InputError("expected SRC[/STEP]... and DEST, found one path.")
-    *sources, dest = [root_of(each if "://" in each else os.path.abspath(each)) for each in paths]
     with progress_bar() as progress:
-        return copying.copy(sources, dest, progress)
+        return copying.copy(root_of(root), root_of(dest), progress)

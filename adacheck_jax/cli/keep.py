@@ -1,17 +1,15 @@
-"""Commands that keep a root sound and small: verify, repair and compact."""
+"""Commands that keep a root sound and small: verify and repair."""
 
 from __future__ import annotations
 
 from typing import TYPE_CHECKING, Annotated
 
 import typer
-from rich.filesize import decimal
 
 from adacheck_jax.cli.command import (
     DryRun,
     Item,
     Root,
-    Step,
     command,
     progress_bar,
     root_of,
@@ -22,7 +20,6 @@ from adacheck_jax.store.steps.lineage import shown_steps
 
 if TYPE_CHECKING:  # which import JAX
     from adacheck_jax.tools.audit import RootReport, StepReport
-    from adacheck_jax.tools.compaction import CompactionReport
     from adacheck_jax.tools.repair import RepairReport
 
 _GROUP = "Keep a root sound"
@@ -174,40 +171,3 @@ def repair(
         return repairs.repair(
             root_of(root), read_data=read_data, dry_run=dry_run, force=force, progress=progress
         )
-
-
-def _show_compaction(report: CompactionReport) -> None:
-    """Print what became of a step."""
-    would = report.is_dry_run
-    sentences = [
-        f"Step {report.step} {'would be' if would else 'is'} a base of "
-        f"{decimal(report.state_bytes)}; restoring it read base {report.base} and "
-        f"{counted(report.delta_count, 'delta')}.",
-    ]
-    if report.lost_steps:
-        held, lost = "holds" if would else "held", shown_steps(report.lost_steps)
-        sentences.append(f"Gone with it, since it alone {held} them: steps {lost}.")
-    print_text(" ".join(sentences))
-
-
-@command(_GROUP, _show_compaction, has_steps=True)
-def compact(
-    root: Root, step: Step = "latest", item: Item = None, dry_run: DryRun = False
-) -> CompactionReport:
-    """Turn one saved delta under ROOT into a base, in its place.
-
-    \b
-    Example: adacheck compact checkpoints 1200
-
-    Restores the step on this machine, bit-exact and verified, and writes its state into its
-    directory; at one moment it is a base, and what it built on is let go. A training may go on
-    meanwhile: steps that follow begin at the new base.
-
-    Exit code 1 if the step is damaged or cannot
-    be restored exactly here: it stays as it was; 2 if it is no saved delta.
-
-    With --json: the fields of adacheck_jax.tools.compaction.CompactionReport.
-    """
-    from adacheck_jax.tools import compaction
-
-    return compaction.compact(root_of(root), step_of(step), item, dry_run=dry_run)

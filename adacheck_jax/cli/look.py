@@ -1,9 +1,9 @@
-"""Commands that look at steps: ls, inspect and stats."""
+"""Commands that look at steps: ls and inspect."""
 
 from __future__ import annotations
 
 from datetime import UTC, datetime
-from typing import TYPE_CHECKING, Annotated
+from typing import Annotated
 
 import typer
 from rich.filesize import decimal
@@ -16,18 +16,13 @@ from adacheck_jax.cli.printing import (
     print_text,
     shown_age,
     shown_bytes,
-    tell_more,
 )
 from adacheck_jax.store.steps.lineage import shown_steps
 from adacheck_jax.tools import inspection, listing
 from adacheck_jax.tools.inspection import StepDetails
 from adacheck_jax.tools.listing import FOREIGN, STOCK, RootSummary, saved_at
 
-if TYPE_CHECKING:  # which takes longer to import than ls may take
-    from adacheck_jax.tools.statistics import RootStatistics
-
 _GROUP = "Look at steps"
-_SHOWN_LEAVES = 15
 
 
 def _show_root(summary: RootSummary) -> None:
@@ -164,7 +159,7 @@ def inspect(
     ] = None,
     item: Item = None,
 ) -> StepDetails:
-    """Show what one step is made of, and how each of its leaves is restored.
+    """Show what one step, saved or deferred, is made of, and how each of its leaves is restored.
 
     \b
     Example: adacheck inspect checkpoints 1200
@@ -179,43 +174,3 @@ def inspect(
     With --json: the fields of adacheck_jax.tools.inspection.StepDetails.
     """
     return inspection.describe_step(root_of(root), step_of(step), item)
-
-
-def _show_statistics(report: RootStatistics) -> None:
-    right = ("bytes", "share")
-    rows = [
-        (name, decimal(count), f"{count / report.full_bytes:.1%}")
-        for name, count in report.redundancy.items()
-    ]
-    print_rows(("states in full", *right), [*rows, ("all", decimal(report.full_bytes), "")], right)
-    print_text("")
-    right = ("in one state", "in bases", "in deltas")
-    rows = [
-        (leaf.path, *map(decimal, (leaf.state_bytes, leaf.base_bytes, leaf.delta_bytes)))
-        for leaf in report.leaves[:_SHOWN_LEAVES]
-    ]
-    print_rows(("leaf", *right), rows, right)
-    tell_more(len(report.leaves) - _SHOWN_LEAVES)
-    print_text(
-        f"{counted(report.recorded_count, 'recorded step')}: "
-        f"{counted(report.base_count, 'base')} and {counted(report.delta_count, 'delta')}."
-    )
-    if report.skipped:
-        print_text(f"Left out, since they cannot be restored: steps {shown_steps(report.skipped)}.")
-
-
-@command(_GROUP, _show_statistics)
-def stats(root: Root) -> RootStatistics:
-    """Show where the bytes under ROOT go: by redundancy, and by leaf.
-
-    \b
-    Example: adacheck stats checkpoints
-
-    Redundancy says what became of the bytes of all recorded states in full; sizes of leaves are
-    those in memory, before compression. adacheck ls has the bytes on disk.
-
-    With --json: the fields of adacheck_jax.tools.statistics.RootStatistics.
-    """
-    from adacheck_jax.tools import statistics
-
-    return statistics.statistics_of(root_of(root))

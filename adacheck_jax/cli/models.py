@@ -61,9 +61,10 @@ def _show_plan(report: RedundancyReport) -> None:
     )
     rows = [(name, decimal(size), why) for name, size, why in kinds if size is not None]
     print_rows(("redundancy", "bytes", "why"), rows, right=("bytes",))
-    print_text(f"\n{_in_words(report)}")
+    if report.delta_bytes is None:
+        print_text("\nThere is no Recorder in this state, so every step is a base.")
     print_text(
-        "At most: what compresses, is zero, is equal or did not change is known at a save only."
+        "\nAt most: what compresses, is zero, is equal or did not change is known at a save only."
     )
     if report.survival is not None:
         _show_survival(report.survival, report)
@@ -115,23 +116,6 @@ def _served(survived: int, count: int) -> str:
 def _ratio(ratio: float) -> str:
     """A ratio with as many digits as a person wants to read."""
     return f"{ratio:,.0f}" if ratio >= 100 else f"{ratio:.1f}"
-
-
-def _in_words(report: RedundancyReport) -> str:
-    held, stock = decimal(report.held_bytes), decimal(report.state_bytes)
-    if report.delta_bytes is None or report.amortised_bytes is None:
-        return (
-            f"One step costs {stock} instead of {held}, and every step is a base: there is no "
-            "Recorder in this state. Wrap the optimizer in one to see what deltas cost."
-        )
-    least = max(report.delta_bytes, 1)
-    return (
-        f"One step costs {decimal(report.delta_bytes)} instead of the {held} that all devices "
-        f"hold ({_ratio(report.held_bytes / least)} times less) or the {stock} that stock Orbax "
-        f"writes ({_ratio(report.state_bytes / least)} times less); "
-        f"{decimal(round(report.amortised_bytes))} a step with a base after every "
-        f"{report.max_deltas} deltas."
-    )
 
 
 @command(_GROUP, _show_plan)

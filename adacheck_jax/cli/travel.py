@@ -1,8 +1,9 @@
-"""Commands that look back through a run: log, diff, bisect, compare and report."""
+"""Commands that look back through a run: log, diff, bisect and report."""
 
 from __future__ import annotations
 
 import contextlib
+import re
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
@@ -36,7 +37,7 @@ from adacheck_jax.tools.steps import InputError
 
 if TYPE_CHECKING:
     from adacheck_jax.tools.history.bisect import Bisection
-    from adacheck_jax.tools.history.compare import RunComparison, StepComparison
+    from adacheck_jax.tools.history.compare import StepComparison
     from adacheck_jax.tools.history.log import RunLog
     from adacheck_jax.tools.history.walk import State, Walk
     from adacheck_jax.tools.report.gather import Report
@@ -108,14 +109,29 @@ def log(root: Root, last: Last = None, item: Item = None) -> RunLog:
 
 
 def _show_diff(report: StepComparison) -> None:
-    """Print a row for each leaf that differs."""
+    """Print a row for each leaf that differs, and of two runs the first step that does."""
+    if report.compared_count is not None:
+        until, steps = report.equal_until, counted(report.compared_count, "common step")
+        before = "none before it is" if until is None else f"all until {until} are"
+        differs = f"Step {report.before[1]} is the first of {steps} that differs; {before} equal."
+        equal = f"All {steps} are equal: every leaf has the same fingerprint."
+        print_text(equal if report.is_equal else differs)
     rows = []
     for each in report.differences[:_SHOWN]:
-        share = f"{each.changed_share:.0%}" if each.changed_share >= 0.01 else "<1%"
+        many, first = each.changed_share >= 0.01, each.first
+        changed = f"{each.changed_share:.0%}" if many else f"{each.changed_count:,}"
         numbers = map(_number, (each.norm, each.relative, each.largest, each.cosine))
-        rows.append((each.path, each.role, share, *numbers))
+        element = f"{[*first.index]}: {first.before} -> {first.after}, {counted(first.bits, 'bit')}"
+        if first.process is not None:
+            element += f", process {first.process}"
+        rows.append((each.path, each.role, changed, *numbers, element))
     numbers = ("changed", "norm", "relative", "largest", "cosine")
-    print_rows(("leaf", "role", *numbers), rows, numbers, ("role", "cosine", "largest", "norm"))
+    print_rows(
+        ("leaf", "role", *numbers, "first element"),
+        rows,
+        numbers,
+        ("cosine", "largest", "norm", "role", "first element"),
+    )
     tell_more(len(report.differences) - _SHOWN)
     for paths, (root, step) in (
         (report.only_before, report.before),
@@ -123,49 +139,67 @@ def _show_diff(report: StepComparison) -> None:
     ):
         if paths:
             print_text(f"Only at step {step} of {root}: {some_of(paths)}")
-    equal = report.leaf_count - len(report.differences)
-    differ = counted(len(report.differences), "leaf differs", "leaves differ")
-    print_text(f"{differ}, {equal:,} equal by fingerprint or every bit.")
+    if report.alike:
+        print_text(f"Saved with other bits, and replayed alike here: {some_of(report.alike)}")
+    count = len(report.differences) + len(report.alike)
+    differ = counted(count, "leaf differs", "leaves differ")
+    print_text(f"{differ}, {report.leaf_count - count:,} equal by fingerprint or every bit.")
     _tell_rounded(report.rounded)
 
 
 @command(
     _GROUP,
     _show_diff,
-    lambda report: bool(report.differences or report.only_before or report.only_after),
+    lambda report: not report.is_equal,
     has_steps=True,
 )
 def diff(
     root: Root,
-    before: Annotated[str, typer.Argument(metavar="BEFORE", help="Step: number, latest, -1.")],
-    after: Annotated[str, typer.Argument(metavar="AFTER", help="Step: number, latest, -1.")],
+    before: Annotated[
+        str, typer.Argument(metavar="STEP", help="Step: number, latest, -1; or another run's root.")
+    ],
+    after: Annotated[
+        str | None, typer.Argument(metavar="STEP", help="Step to compare with the first one.")
+    ] = None,
     other: Annotated[
         str | None, typer.Option("--other", help="Root of the second step, if it is another.")
     ] = None,
     item: Item = None,
 ) -> StepComparison:
-    """Compare two recorded steps, leaf by leaf.
+    """Compare two recorded steps, leaf by leaf; of two runs the first step at which they differ.
 
     \b
     Examples:
       adacheck diff checkpoints 1100 1200
       adacheck diff checkpoints latest latest --other /mnt/backup/checkpoints
+      adacheck diff run_a run_b
 
     Leaves that have the same fingerprint are equal. Of the others the params come first, then the
     optimizer's state, the record last, and of each those that changed most: the share of their
-    elements that changed, the norm of the change and the same relative to the leaf, the largest
-    change of an element, and the cosine of the angle between before and after.
+    elements that changed, or their number, the norm of the change and the same relative to the
+    leaf, the largest change of an element, the cosine of the angle between before and after, and
+    the first element that changed, with its values, the bits that differ, and the process that
+    wrote it.
+
+    Of two runs fingerprints are compared step by step, which reads no array. There records come
+    first: gradients that differ did so before all else.
 
     Exit code 0 if all leaves are equal, 1 if some differ, as diff's.
 
     With --json: the fields of adacheck_jax.tools.history.compare.StepComparison.
     """
-    with _walk(root, item) as first:
+    runs = after is None
+    if runs and (other or re.fullmatch(r"latest|-?\d+", before)):
+        raise InputError("expected two steps, or the root of another run, found one step.")
+    other = before if runs else other
+    with _walk(root, item) as first, progress_bar() as progress:
         from adacheck_jax.tools.history import compare as compares
 
         with _walk(other, item) if other else contextlib.nullcontext(first) as second:
-            old = first.number(step_of(before, "BEFORE"))
-            new = second.number(step_of(after, "AFTER"))
+            if runs:
+                return compares.compare_runs(first, second, progress)
+            old = first.number(step_of(before, "STEP"))
+            new = second.number(step_of(after, "STEP"))
             return compares.compare_steps(first, old, second, new)
 
 
@@ -235,57 +269,6 @@ def _asked(target: str) -> Callable[[State], str | None]:
         return None if not found else found if isinstance(found, str) else "it holds"
 
     return holds
-
-
-def _show_comparison(report: RunComparison) -> None:
-    """Print where two runs begin to differ."""
-    steps = counted(report.compared_count, "common step")
-    for only, root in ((report.only_first, report.first), (report.only_second, report.second)):
-        if only:
-            print_text(f"{counted(len(only), 'step')} only in {root}, not compared")
-    if report.step is None:
-        print_text(f"All {steps} are equal: every leaf has the same fingerprint.")
-        return
-    until = "None before it" if report.equal_until is None else f"All until {report.equal_until}"
-    print_text(f"Step {report.step} is the first of {steps} that differs. {until} equal.")
-    print_text(f"{report.cause[:1].upper()}{report.cause[1:]}.")
-    rows = []
-    for each in report.differences[:_SHOWN]:
-        first = each.first
-        values = f"{first.before} -> {first.after}"
-        cells = (each.path, each.role, each.changed_count, list(first.index), values)
-        rows.append((*cells, counted(first.bits, "bit"), first.process))
-    titles = ("leaf", "role", "elements", "first", "values", "differ by", "process")
-    print_rows(titles, rows, ("elements", "process"), ("role", "differ by", "process"))
-    tell_more(len(report.differences) - _SHOWN)
-
-
-@command(_GROUP, _show_comparison, lambda report: report.step is not None)
-def compare(
-    run1: Annotated[str, typer.Argument(metavar="RUN1", help="Root of one run.")],
-    run2: Annotated[
-        str, typer.Argument(metavar="RUN2", help="Root of the run to compare it with.")
-    ],
-    item: Item = None,
-) -> RunComparison:
-    """Find the first step, leaf and element at which two runs that should be equal are not.
-
-    \b
-    Example: adacheck compare run_a run_b
-
-    The fingerprints of all leaves are compared step by step, which reads no array. The first step
-    that differs is restored from both, and its leaves are compared: gradients first, since a
-    difference in them came before all others. An element is shown with its values, the number of
-    bits that differ, and the process that wrote it.
-
-    Exit code 0 if all common steps are equal, 1 if one differs, 2 if the runs have other leaves.
-
-    With --json: the fields of adacheck_jax.tools.history.compare.RunComparison.
-    """
-    with _walk(run1, item) as one, _walk(run2, item) as two, progress_bar() as progress:
-        from adacheck_jax.tools.history import compare as compares
-
-        return compares.compare_runs(one, two, progress)
 
 
 @app.command(rich_help_panel=_GROUP)

@@ -15,16 +15,14 @@ from adacheck_jax import lazy
 
 if TYPE_CHECKING:  # for type checkers and editors; must name what follows
     from adacheck_jax.device.replicas import Divergence, ReplicaReport, replica_report
-    from adacheck_jax.tools.handover.importing import import_checkpoint
+    from adacheck_jax.tools.handover.importing import import_state
     from adacheck_jax.tools.plan import RedundancyReport, redundancy_report
-    from adacheck_jax.tools.restorable import RestorableStep
 
 __all__ = [
     "Divergence",
     "RedundancyReport",
     "ReplicaReport",
-    "RestorableStep",
-    "import_checkpoint",
+    "import_state",
     "redundancy_report",
     "replica_report",
 ]
@@ -32,8 +30,7 @@ __getattr__, __dir__ = lazy.names_of(
     __name__,
     {
         ".device.replicas": "Divergence ReplicaReport replica_report",
-        "handover.importing": "import_checkpoint",
+        "handover.importing": "import_state",
         "plan": "RedundancyReport redundancy_report",
-        "restorable": "RestorableStep",
     },
 )

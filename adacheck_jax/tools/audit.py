@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import re
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 
 from adacheck_jax.errors import AdaCheckError
 from adacheck_jax.store.compaction import in_place
-from adacheck_jax.store.steps import lookup, marks, roots
+from adacheck_jax.store.steps import deletion, lookup, marks, roots
 from adacheck_jax.store.steps.folders import LINEAGE
 from adacheck_jax.store.steps.roots import PROBE_PREFIX, TMP_SUFFIX, Step
 from adacheck_jax.store.storage.location import AnyPath, Location, at
@@ -18,10 +19,7 @@ from adacheck_jax.tools.recompute import Recomputation, Replayed
 from adacheck_jax.tools.steps import (
     InputError,
     Progress,
-    deleted,
-    no_step,
     numbered,
-    of_item,
     quiet,
     settled,
     steps_under,
@@ -149,32 +147,14 @@ def verify_root(
         StepDeletedError: the only step was deleted meanwhile.
     """
     root = root.absolute()  # Orbax takes no other
-    try:
-        steps = _selected(root, steps_under(root), number, item)
-    except InputError:
-        only_leftovers = at(root).is_folder and any(each.is_temporary for each in leftovers(root))
-        if not only_leftovers or (number, item) != (None, None):
-            raise
-        steps = []  # a first save was interrupted
-    # Item by item, so that each lineage is replayed once.
-    steps.sort(key=lambda x: (x.directory.name, x.step, str(x.directory)))
-    verifier, recomputation = Verifier(), Recomputation() if replay else None
-    reports: dict[AnyPath, StepReport] = {}
-
-    def look() -> list[AnyPath]:
-        """Verify steps; when called again, damaged ones alone."""
-        for done, step in enumerate(steps):
-            known = reports.get(step.directory)
-            if known is None:
-                progress(done, len(steps), at(step.directory).below(at(root)))
-            if known is None or known.damage:
-                reports[step.directory] = _report(root, step, verifier, read_data, recomputation)
-        return [path for path, report in reports.items() if report.damage]
-
-    _, gone = settled(look, lambda damaged: damaged)
-    rows = [report for path, report in reports.items() if path not in gone]
-    if number is not None and gone and not rows:
-        raise deleted(steps[0].directory)
+    steps = _selected(root, number, item)
+    recomputation = Recomputation() if replay else None
+    report = functools.partial(_report, root, Verifier(), read_data, recomputation)
+    reports = _settled_reports(root, steps, report, progress)
+    gone = {step.directory for step in steps} - reports.keys()
+    if number is not None and gone and not reports:
+        raise deletion.error_of(steps[0].directory)
+    rows = [*reports.values()]
     rows.sort(key=lambda each: (-1 if each.step is None else each.step, each.item))
     return RootReport(
         root=str(root),
@@ -203,25 +183,59 @@ def _of(count: int, every: Sequence[StepReport]) -> str:
     return steps if count == len(every) else f"{count} of {steps}"
 
 
-def _selected(
-    root: AnyPath, every: Sequence[Step], number: int | None, item: str | None
-) -> list[Step]:
-    steps = of_item(root, every, item)
+def _selected(root: AnyPath, number: int | None, item: str | None) -> list[Step]:
+    """Steps to verify; none where the first save was interrupted."""
+    try:
+        steps = steps_under(root, item)
+    except InputError:
+        only_leftovers = at(root).is_folder and any(each.is_temporary for each in leftovers(root))
+        if not only_leftovers or (number, item) != (None, None):
+            raise
+        return []
     if number is None:
         return steps
     number = numbered([step.step for step in steps], number, root)
     chosen = [step for step in steps if number in (step.step, roots.place_of(step.directory).step)]
     if not chosen:
-        raise no_step(root, number, steps)
+        numbers = ", ".join(str(step.step) for step in steps[-10:])
+        earlier = f"{len(steps) - 10} earlier and " if len(steps) > 10 else ""
+        raise InputError(
+            f"{root}: expected step {number}, found {earlier}{numbers}. Give one of these steps."
+        )
     return chosen
+
+
+def _settled_reports(
+    root: AnyPath,
+    steps: Sequence[Step],
+    report: Callable[[Step], StepReport],
+    progress: Progress,
+) -> dict[AnyPath, StepReport]:
+    """Reports of steps, without those that are deleted meanwhile."""
+    reports = dict[AnyPath, StepReport]()
+    # Item by item, so that each lineage is replayed once.
+    ordered = sorted(steps, key=lambda x: (x.directory.name, x.step, str(x.directory)))
+
+    def look() -> list[AnyPath]:
+        """Verify steps; when called again, damaged ones alone."""
+        for done, step in enumerate(ordered):
+            known = reports.get(step.directory)
+            if known is None:
+                progress(done, len(ordered), at(step.directory).below(at(root)))
+            if known is None or known.damage:
+                reports[step.directory] = report(step)
+        return [path for path, report in reports.items() if report.damage]
+
+    _, gone = settled(look, lambda damaged: damaged)
+    return {path: report for path, report in reports.items() if path not in gone}
 
 
 def _report(
     root: AnyPath,
-    step: Step,
     verifier: Verifier,
     read_data: bool,
     recomputation: Recomputation | None,
+    step: Step,
 ) -> StepReport:
     """Verify one step, and recompute it if there is something to do it with."""
     manifest, place = step.manifest, at(step.directory).below(at(root))

@@ -6,18 +6,17 @@ from dataclasses import dataclass
 
 from adacheck_jax.format.manifest import (
     BaseManifest,
+    Delta,
     Encoding,
-    Manifest,
     Update,
 )
-from adacheck_jax.store.steps import folders, lookup
+from adacheck_jax.store.steps import folders
 from adacheck_jax.store.steps.lineage import Lineage
-from adacheck_jax.store.steps.roots import Step
 from adacheck_jax.store.storage.location import AnyPath
 from adacheck_jax.tools.history.differences import roles_of
-from adacheck_jax.tools.listing import kind_of, parent_of, recorded_with
-from adacheck_jax.tools.statistics import computed_by
-from adacheck_jax.tools.steps import selected, undeleted
+from adacheck_jax.tools.listing import parent_of, recorded_with
+from adacheck_jax.tools.recorded import RecordedStep, RecordedSteps
+from adacheck_jax.tools.steps import undeleted
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,8 +57,8 @@ class StepDetails:
 
     Attributes:
         step: step number.
-        directory: path of its item directory.
-        kind: ``base`` or ``delta``.
+        directory: path of the item directory that it is restored from.
+        kind: ``base``, ``delta``, or ``deferred`` for a step that was saved with a later one.
         reason: the reason for this kind.
         update_count: number of updates so far, of all recorders; None without a recorder.
         parent: for a delta the step that it builds on, else None.
@@ -72,7 +71,8 @@ class StepDetails:
             ``sample`` (some of every leaf), ``identity`` (the saved arrays are those that the
             update returned), ``stored`` (nothing is replayed), or empty if it was not compared.
         problem: the reason why no further updates are replayed onto this step; None if they are.
-        new_bytes: bytes that this step added; None in an object store.
+        new_bytes: bytes that this step added; None in an object store, and for a step without a
+            directory of its own.
         versions: versions of the packages that wrote the base.
         leaves: leaves, in tree order.
     """
@@ -95,22 +95,23 @@ class StepDetails:
 
 
 def describe_step(root: AnyPath, number: int | None = None, item: str | None = None) -> StepDetails:
-    """Describe one step and its leaves.
+    """Describe one recorded step and its leaves.
 
     Raises:
         InputError: there is no such root, step or item.
         AdaCheckError: the step is damaged, or a step that it builds on is missing.
     """
-    step = selected(root, number, item)
-    if step.error is not None:
-        raise step.error
+    recorded = RecordedSteps(root, item)
+    step = recorded.find(number)
+    if step.number in recorded.damaged:
+        raise recorded.damaged[step.number]
     with undeleted(step.directory):
         return _described(step)
 
 
-def _described(step: Step) -> StepDetails:
-    lineage = lookup.resolve(step.directory)
-    base, manifest = lineage.base, lineage.manifest
+def _described(step: RecordedStep) -> StepDetails:
+    lineage = step.lineage
+    base, manifest, end = lineage.base, lineage.manifest, lineage.end
     groups = roles_of(len(base.leaves), base.update)
     exactness, sources = _exactness(base.update), _sources(lineage)
     if lineage.replayed_count:  # of what no delta replays, however it is computed, nothing is told
@@ -124,35 +125,35 @@ def _described(step: Step) -> StepDetails:
             source=sources[index],
             box_count=len(leaf.owners),
             leaf_bytes=leaf.nbytes,
-            fingerprint=f"{manifest.fingerprints[index]:016x}",
+            fingerprint=f"{end.fingerprints[index]:016x}",
         )
         for index, leaf in enumerate(lineage.leaves)
     )
     return StepDetails(
-        step=manifest.step,
+        step=step.number,
         directory=str(step.directory),
-        kind=kind_of(manifest),
-        reason=_reason(manifest),
-        update_count=sum(manifest.counts) if manifest.counts else None,
+        kind=step.kind,
+        reason=_reason(end),
+        update_count=sum(end.counts) if end.counts else None,
         parent=parent_of(manifest),
         base=base.step,
         depth=len(lineage.deltas),
-        recorded=recorded_with(manifest),
+        recorded=recorded_with(manifest) if step.is_own else (),
         replayed_count=lineage.replayed_count,
         checks={delta.step: delta.checked for delta in lineage.deltas},
         problem=lineage.problem or (None if base.update else "the base holds no update program"),
-        new_bytes=folders.new_bytes(step.directory),
+        new_bytes=folders.new_bytes(step.directory) if step.is_own else None,
         versions=dict(base.versions),
         leaves=leaves,
     )
 
 
-def _reason(manifest: Manifest) -> str:
-    if isinstance(manifest, BaseManifest):
-        return manifest.reason
-    if not manifest.has_update:
+def _reason(end: BaseManifest | Delta) -> str:
+    if isinstance(end, BaseManifest):
+        return end.reason
+    if not end.has_update:
         return "no update replayed"
-    return "one update" if len(manifest.updates) == 1 else f"{len(manifest.updates)} updates"
+    return "one update" if len(end.updates) == 1 else f"{len(end.updates)} updates"
 
 
 def _exactness(update: Update | None) -> dict[int, str]:
@@ -187,3 +188,10 @@ def _sources(lineage: Lineage) -> list[str]:
     for index, step in lineage.end.stale:
         sources[index] = {f"stale, as step {step} had it": None}
     return [" + ".join(each) or own for each, own in zip(sources, stored, strict=True)]
+
+
+def computed_by(update: Update | None, delta: Delta) -> frozenset[int]:
+    """Indices of the leaves that a restore computes from this delta."""
+    if update is None or not delta.has_update:
+        return frozenset()
+    return update.computed_by(delta.updates).difference(update.passed, delta.unreplayed)

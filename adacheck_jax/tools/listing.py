@@ -125,7 +125,7 @@ def _described(step: Step, root: AnyPath) -> StepSummary:
         step=None if step.step < 0 else step.step,
         item=at(step.directory).below(at(root)),
         kind=kind_of(manifest) if manifest else None,
-        depth=step.delta_count,
+        depth=None if step.lineage is None else step.lineage.delta_count,
         error=None if step.error is None else " ".join(str(step.error).split()),
     )
     if manifest is None:

@@ -19,7 +19,7 @@ import numpy as np
 from adacheck_jax.device import transfer, trees
 from adacheck_jax.device.trees import PyTree
 from adacheck_jax.errors import FormatError
-from adacheck_jax.state.planned import sharding_of
+from adacheck_jax.state.planned import PlannedArray, sharding_of
 from adacheck_jax.tools.survival import Survival, survival_of
 from adacheck_jax.update.binding import Binding, RecorderArgument, bind_all, recorders_of
 from adacheck_jax.update.params_search import LeafType, leaf_types, recorded_params
@@ -112,17 +112,8 @@ def redundancy_report(
         MismatchError: two leaves have the same leaf path.
         RecorderError: the recorder cannot be tied to the state.
     """
-    if devices_per_process < 1 or max_deltas < 0 or copies < 0:
-        raise ValueError(
-            "expected devices_per_process of at least 1, max_deltas and copies of at least 0, "
-            f"found {devices_per_process}, {max_deltas} and {copies}"
-        )
-    named, _ = trees.flatten(abstract_state)
-    if not named:
-        raise FormatError(
-            f"expected a state with arrays in it, found {type(abstract_state).__name__} without "
-            "leaves. Give the pytree of jax.ShapeDtypeStruct that jax.eval_shape makes of a state."
-        )
+    _check_counts(devices_per_process, max_deltas, copies)
+    named = _leaves_of(abstract_state)
     placed = _place_all(named, devices_per_process)
     types, bindings = leaf_types(named), None
     if recorder is not None:
@@ -135,6 +126,24 @@ def redundancy_report(
         return report
     found = survival_of(named, bindings, count, devices_per_process, domains or count, copies)
     return dataclasses.replace(report, survival=found)
+
+
+def _check_counts(devices_per_process: int, max_deltas: int, copies: int) -> None:
+    if devices_per_process < 1 or max_deltas < 0 or copies < 0:
+        raise ValueError(
+            "expected devices_per_process of at least 1, max_deltas and copies of at least 0, "
+            f"found {devices_per_process}, {max_deltas} and {copies}"
+        )
+
+
+def _leaves_of(abstract_state: PyTree) -> dict[str, Any]:
+    named, _ = trees.flatten(abstract_state)
+    if not named:
+        raise FormatError(
+            f"expected a state with arrays in it, found {type(abstract_state).__name__} without "
+            "leaves. Give the pytree of jax.ShapeDtypeStruct that jax.eval_shape makes of a state."
+        )
+    return named
 
 
 @dataclass(frozen=True, slots=True)
@@ -200,23 +209,15 @@ def _needs_sharding(leaf: Any) -> bool:
 
 
 def _itemsize_bytes(path: str, leaf: Any) -> int:
-    if isinstance(leaf, bool | int | float | complex):
-        leaf = np.asarray(leaf)
-    if transfer.is_key(leaf):
-        words = jax.eval_shape(jax.random.key_data, jax.ShapeDtypeStruct((), leaf.dtype))
-        return words.size * words.dtype.itemsize
-    try:
-        dtype = np.dtype(leaf.dtype)
-        tuple(leaf.shape)
-    except (AttributeError, TypeError):
-        dtype = np.dtype(object)
-    if dtype.kind in "OUSmM":
+    is_array = hasattr(leaf, "shape") or isinstance(leaf, int | float | complex)
+    if not (is_array and transfer.is_storable(trees.dtype_of(leaf))):
         raise FormatError(
             f"leaf {path}: expected an array or a jax.ShapeDtypeStruct of numbers, found "
             f"{getattr(leaf, 'dtype', type(leaf).__name__)}. Give the state as jax.eval_shape "
             "makes it."
         )
-    return dtype.itemsize
+    words = PlannedArray.of(jax.ShapeDtypeStruct((), trees.dtype_of(leaf)), 1)
+    return math.prod(words.shape) * words.dtype.itemsize
 
 
 def _roles_of(

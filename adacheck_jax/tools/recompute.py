@@ -199,29 +199,21 @@ def cannot_replay_here(lineage: Lineage) -> str | None:
     return None
 
 
-def try_to_restore(lineage: Lineage) -> tuple[bool | None, str]:
-    """Recompute a damaged step, which may be restorable all the same.
-
-    Returns:
-        True if it can be restored, False if not, None if this machine cannot know; and the reason.
-    """
+def reason_to_keep(lineage: Lineage) -> str:
+    """The reason why a damaged step may be restorable all the same; empty if trying it failed."""
     problem = cannot_replay_here(lineage)
     if problem is not None:
-        return None, problem
-    here = update_program.platform()
-    update = lineage.base.update
+        return problem
+    here, update = update_program.platform(), lineage.base.update
     if update is not None and lineage.replayed_count:
         bad = {each.hinders for each in damaged_programs(lineage.entries[0], update)}
         if here in bad and bad != update.programs.keys():
             whole = ", ".join(sorted(update.programs.keys() - bad))
-            return None, f"the update for {here} is damaged, the one for {whole} is not"
+            return f"the update for {here} is damaged, the one for {whole} is not"
     try:
         replayed = Recomputation().replay(lineage)
     except (MemoryError, jax.errors.JaxRuntimeError) as error:
-        return None, f"it could not be tried: {first_line(error)}"
+        return f"it could not be tried: {first_line(error)}"
     if replayed.problem is not None:
-        return None, replayed.problem
-    damage = replayed.damage
-    if not damage:
-        return True, "it can be restored all the same"
-    return False, f"{damage[0].leaf or damage[0].file}: {damage[0].message}"
+        return replayed.problem
+    return "" if replayed.damage else "it can be restored all the same"

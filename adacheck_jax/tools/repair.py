@@ -25,7 +25,7 @@ from adacheck_jax.store.steps.roots import TMP_SUFFIX
 from adacheck_jax.store.storage.location import AnyPath, Location, at
 from adacheck_jax.tools import audit
 from adacheck_jax.tools.audit import Leftover, StepReport, ToldDirectory
-from adacheck_jax.tools.recompute import try_to_restore
+from adacheck_jax.tools.recompute import reason_to_keep
 from adacheck_jax.tools.steps import InputError, Progress, quiet
 from adacheck_jax.tools.verification import Verifier, unreadable_file, whole_part
 
@@ -202,11 +202,11 @@ def _judge(root: Location, step: StepReport) -> tuple[bool, str]:
         return False, f"it cannot be judged: {error}"
     except AdaCheckError:
         return True, f"{first.file}: {first.message}"
-    can, why = try_to_restore(lineage)
+    why = reason_to_keep(lineage)
     hindering = [each for each in step.damage if each.hinders is None]
-    if can is False and hindering:
+    if hindering and not why:
         return True, f"{hindering[0].leaf or hindering[0].file}: {hindering[0].message}"
-    return False, why if can is not False else "replaying it on this machine is not exact"
+    return False, why or "replaying it on this machine is not exact"
 
 
 def _format(manifest: Location) -> object:
@@ -225,7 +225,7 @@ def _alone(sound: Iterable[Lineage], lost: Iterable[Location]) -> dict[Location,
     found, verifier = {}, Verifier()
     for directory in lost:
         with contextlib.suppress(AdaCheckError):
-            part = whole_part(lookup.held(directory), read_data=True, verifier=verifier)
+            part = whole_part(lookup.held(directory), verifier)
             others = known.setdefault(roots.place_of(directory).line, set())
             steps = [] if part is None else [each for each in part.steps if each not in others]
             if steps:

@@ -1,16 +1,17 @@
-"""Steps under a checkpoint root that a running manager may be changing."""
+"""The walk of a checkpoint root: its steps, with what is known of each, once it stands still.
+
+A running manager may be changing the root; a step that is being deleted is none.
+"""
 
 from __future__ import annotations
 
-import contextlib
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Sequence
+from contextlib import AbstractContextManager
 from typing import TypeVar
 
-from adacheck_jax.errors import AdaCheckError, StepDeletedError
+from adacheck_jax.errors import AdaCheckError
 from adacheck_jax.store.steps import deletion, identity, roots
-from adacheck_jax.store.steps.lineage import Lineage
-from adacheck_jax.store.steps.lookup import resolve
-from adacheck_jax.store.steps.manifest_file import DIRECTORY, remembering
+from adacheck_jax.store.steps.manifest_file import DIRECTORY
 from adacheck_jax.store.steps.roots import Step
 from adacheck_jax.store.storage.location import AnyPath, at
 
@@ -27,43 +28,16 @@ class InputError(Exception):
     """The root, step or item that a caller names does not exist, or cannot be used now."""
 
 
-def steps_under(root: AnyPath) -> list[Step]:
-    """The steps under a root, damaged ones included.
+def steps_under(root: AnyPath, item: str | None = None) -> list[Step]:
+    """The steps under a root, of an item or of all, damaged ones included.
 
     Raises:
-        InputError: the root is missing, is not a directory, or holds no step of ours.
+        InputError: the root is missing, is not a directory, or holds no step of ours or of that
+            item.
     """
     steps = settled_steps(root)
     if not steps:
         raise no_steps(root)
-    return steps
-
-
-def selected(root: AnyPath, number: int | None, item: str | None) -> Step:
-    """One step under a root.
-
-    Raises:
-        InputError: there is no such root, step or item.
-    """
-    steps = of_item(root, steps_under(root), item)
-    number = numbered([step.step for step in steps], number, root)
-    chosen = [step for step in steps if step.step == number]
-    if not chosen:
-        raise no_step(root, number, steps)
-    if len(chosen) > 1:
-        names = ", ".join(step.directory.name for step in chosen)
-        raise InputError(
-            f"{root}: expected one item in step {number}, found {names}. Name one with --item."
-        )
-    return chosen[0]
-
-
-def of_item(root: AnyPath, steps: Sequence[Step], item: str | None) -> list[Step]:
-    """The steps of an item; all for None.
-
-    Raises:
-        InputError: no step has such an item.
-    """
     chosen = [step for step in steps if item in (None, step.directory.name)]
     if not chosen:
         names = ", ".join(sorted({step.directory.name for step in steps}))
@@ -83,29 +57,6 @@ def no_steps(root: AnyPath) -> InputError:
     return InputError(
         f"{root}: expected steps saved by AdaCheckHandler, found {found or 'nothing'}. {remedy}"
     )
-
-
-def no_step(root: AnyPath, number: int, steps: Sequence[Step]) -> InputError:
-    """Error for a number that none of some steps has."""
-    numbers = ", ".join(str(step.step) for step in steps[-10:])
-    earlier = f"{len(steps) - 10} earlier and " if len(steps) > 10 else ""
-    return InputError(
-        f"{root}: expected step {number}, found {earlier}{numbers}. Give one of these steps."
-    )
-
-
-def resolved(steps: Iterable[Step]) -> Iterator[tuple[Step, Lineage | AdaCheckError]]:
-    """The lineage of each step, or the reason why it has none."""
-    read = remembering()
-    for step in steps:
-        found: Lineage | AdaCheckError | None = step.error
-        if found is None:
-            try:
-                with undeleted(step.directory):
-                    found = resolve(step.directory, read)
-            except AdaCheckError as error:
-                found = error
-        yield step, found
 
 
 def numbered(numbers: Sequence[int], wanted: int | None, root: AnyPath) -> int:
@@ -162,26 +113,10 @@ def settled(
         found = look()
 
 
-@contextlib.contextmanager
-def undeleted(directory: AnyPath) -> Iterator[None]:
+def undeleted(directory: AnyPath) -> AbstractContextManager[None]:
     """Tell an error of reading a step that was deleted meanwhile from one of a step that is there.
 
     Raises:
         StepDeletedError: in place of the error, if the step is gone.
     """
-    try:
-        yield
-    except StepDeletedError:
-        raise
-    except (AdaCheckError, OSError, ValueError) as error:
-        if deletion.is_deleted(directory):
-            raise deleted(directory) from error
-        raise
-
-
-def deleted(directory: AnyPath) -> StepDeletedError:
-    """Error for a step that was deleted while it was looked at."""
-    return StepDeletedError(
-        f"{directory}: expected a step to read, found that it was deleted meanwhile. Take another "
-        "step (adacheck ls lists them)."
-    )
+    return deletion.told(directory, AdaCheckError, OSError, ValueError)

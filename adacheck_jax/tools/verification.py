@@ -6,17 +6,19 @@ are not read again; see :class:`Verifier`.
 
 from __future__ import annotations
 
+import collections
 import contextlib
 import dataclasses
 import hashlib
 import re
+from bisect import bisect_left
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 
 from adacheck_jax.adapter.stock.base_checkpoint import StockCheckpoints
 from adacheck_jax.adapter.stock.descriptions import damaged_descriptions, stored_dtype
 from adacheck_jax.device import trees
-from adacheck_jax.errors import AdaCheckError, FormatError, IntegrityError, first_line
+from adacheck_jax.errors import AdaCheckError, FormatError, IntegrityError, first_line, unreadable
 from adacheck_jax.format import fingerprint
 from adacheck_jax.format import manifest as manifests
 from adacheck_jax.format.byte_loops import fingerprint_of
@@ -59,7 +61,7 @@ class Damage:
         return IntegrityError(f"{self.file}: {leaf}{self.message}. Restore another step.")
 
 
-def check(item_directory: AnyPath, *, read_data: bool, verifier: Verifier | None = None) -> Lineage:
+def check(item_directory: AnyPath, *, read_data: bool, verifier: Verifier | None = None) -> None:
     """Check that a step has everything that a restore on this machine needs.
 
     These are the manifests and their references to each other, the update program, the databases,
@@ -70,19 +72,23 @@ def check(item_directory: AnyPath, *, read_data: bool, verifier: Verifier | None
         read_data: True to read every byte of the step and of the steps that it builds on, too.
         verifier: checks of other steps, to be remembered; None to remember none.
 
-    Returns:
-        The step's lineage.
-
     Raises:
         AdaCheckError: names the file and, if a leaf is damaged, the leaf.
+        StorageError: a file of the step cannot be read now, and may be whole.
     """
-    lineage, verifier = lookup.resolve(item_directory), verifier or Verifier()
-    found = next(_hindering(lineage, read_data, verifier), None)
-    if found is None:
-        return lineage
-    if lookup.resolve(item_directory).checksums != lineage.checksums:  # compacted meanwhile
-        return check(item_directory, read_data=read_data, verifier=verifier)
-    raise found.error
+    try:
+        lineage, verifier = lookup.resolve(item_directory), verifier or Verifier()
+        found = next(_hindering(lineage, read_data, verifier), None)
+        if found is None:
+            return
+        if lookup.resolve(item_directory).checksums == lineage.checksums:
+            raise found.error
+    except AdaCheckError as error:
+        problem = unreadable_file(item_directory)
+        if problem is not None and (refused := unreadable(item_directory, problem)):
+            raise refused from error
+        raise
+    check(item_directory, read_data=read_data, verifier=verifier)  # it was compacted meanwhile
 
 
 def _hindering(lineage: Lineage, read_data: bool, verifier: Verifier) -> Iterator[Damage]:
@@ -92,46 +98,42 @@ def _hindering(lineage: Lineage, read_data: bool, verifier: Verifier) -> Iterato
         yield from (each for each in look(lineage) if each.hinders in (None, platform))
 
 
-def whole_part(lineage: Lineage, *, read_data: bool, verifier: Verifier) -> Lineage | None:
-    """The longest part of a lineage that has everything that a restore on this machine needs.
+def whole_part(lineage: Lineage, verifier: Verifier) -> Lineage | None:
+    """The longest part of a lineage that a restore on this machine can have, to the last byte.
 
     Args:
         lineage: the lineage of a step that may be damaged.
-        read_data: True to read every byte, too; only then a part of one save may be found.
         verifier: checks of other steps, to be remembered.
 
     Returns:
         The lineage of the newest step that can be restored; None if not even the base can.
     """
-    whole, bad = 0, len(lineage.entries) + 1  # damage of a step hinders all steps that build on it
-    while bad - whole > 1:
-        count = (whole + bad) // 2
-        part = Lineage(lineage.entries[:count])
-        if next(_hindering(part, read_data, verifier), None) is None:
-            whole = count
-        else:
-            bad = count
-    found = Lineage(lineage.entries[:whole]) if whole else None
-    if found is not None and read_data and whole < len(lineage.entries):
-        return _readable(Lineage(lineage.entries[: whole + 1])) or found
-    return found
+    entries = lineage.entries
+
+    def is_damaged(count: int) -> bool:
+        return any(_hindering(Lineage(entries[:count]), True, verifier))
+
+    # By halving: damage of a step hinders all steps that build on it.
+    whole = bisect_left(range(1, len(entries) + 1), True, key=is_damaged)
+    if whole == len(entries):
+        return lineage
+    if whole == 0:
+        return None
+    return _readable(Lineage(entries[: whole + 1])) or Lineage(entries[:whole])
 
 
 def _readable(lineage: Lineage) -> Lineage | None:
-    """A lineage up to the first damaged delta of its last save; None if that is the first one."""
+    """A lineage up to the first damaged delta of its last save; None if none is before that."""
     programs = damaged_programs(lineage.entries[0], lineage.base.update)
     if update_program.platform() in [each.hinders for each in programs]:
         return None
-    count = len(lineage.saves[-1][0].deltas)
+    whole, count = 0, len(lineage.saves[-1][0].deltas)
     with contextlib.suppress(IntegrityError, FormatError):
-        for number, reader in enumerate(delta_reader.readers_of(lineage)[-count:]):
-            try:
-                for index in reader.delta.stored:
-                    for _ in reader.blocks(index):
-                        pass
-            except (IntegrityError, FormatError):
-                return Lineage(lineage.entries, count - number) if number else None
-    return None
+        for reader in delta_reader.readers_of(lineage)[-count:]:
+            for index in reader.delta.stored:
+                collections.deque(reader.blocks(index), maxlen=0)
+            whole += 1
+    return Lineage(lineage.entries, count - whole) if 0 < whole < count else None
 
 
 def damage_of(error: Exception, where: AnyPath) -> Damage:

@@ -48,35 +48,29 @@ class Verb:
             number) are filled in.
         codes: exit codes without an error.
         also: words of another error that is right, too.
-        is_newest: True if it is run on the newest step: the deletion of a step fails if it meets a
-            compaction.
     """
 
     arguments: str
     codes: tuple[int, ...] = (0,)
     also: str = _DELETED
-    is_newest: bool = False
 
 
 VERBS = {
     "ls": Verb("ls {root}"),
     "inspect": Verb("inspect {root} {step}"),
-    "stats": Verb("stats {root}"),
     "log": Verb("log {root}"),
     "diff": Verb("diff {root} {step} -1", (0, 1)),
     "bisect": Verb("bisect {root} --non-finite", (1,)),
-    "compare": Verb("compare {root} {root}", also="expected steps of both runs, found none"),
+    "diff of runs": Verb("diff {root} {root}", also="expected steps of both runs, found none"),
     "report": Verb("report {root} -o {out}/report.html"),
     "verify": Verb("verify {root}"),
     "verify --read-data": Verb("verify {root} --read-data"),
     "verify --replay": Verb("verify {root} --replay"),
     "verify STEP": Verb("verify {root} {step} --read-data"),
     "repair": Verb("repair {root} --dry-run --force --read-data"),
-    "compact": Verb("compact {root} {step}", also="is a base already", is_newest=True),
     "export": Verb("export {root} {step} {out}/step --all"),
     "transform": Verb("transform {root} {out}/new --rules {out}/rules.toml --step {step}"),
     "cp": Verb("cp {root} {out}/copy"),
-    "cp STEP": Verb("cp {root}/{step} {out}/copy", also="found nothing there. Steps there:"),
 }
 """Every command that reads a root of checkpoints."""
 
@@ -178,8 +172,7 @@ def campaign(directory: Path, count: int, seed: int, verbs: Sequence[str] = ()) 
         for number in command.trials(count):
             time.sleep(rng.uniform(0, 0.2))
             name = names[number % len(names)]
-            step = (max if VERBS[name].is_newest else min)(_steps(root))
-            tried.append(attempt(name, root, directory / "out", step))
+            tried.append(attempt(name, root, directory / "out", min(_steps(root))))
     return tried
 
 

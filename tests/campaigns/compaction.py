@@ -71,7 +71,7 @@ class CompactionExam:
         shutil.copytree(self.source, root)
         values = self._values(root)
         self.exam.disk.arm(root, out, COPY)
-        in_place.compact(*values)
+        support.put_base(*values)
         operations = self.exam.disk.disarm()
         copies = sorted(
             (path for path in out.iterdir() if path.is_dir()), key=lambda p: int(p.name)
@@ -108,7 +108,7 @@ class CompactionExam:
             self.exam.disk.arm(root, self._directory / "logs" / what, mode, at, error)
             has_raised = False
             try:
-                in_place.compact(*values)
+                support.put_base(*values)
             except Exception as refused:
                 has_raised = True
                 what = f"{what} ({type(refused).__name__}: {refused})"
@@ -144,7 +144,7 @@ class CompactionExam:
         if self._is_base(root):
             in_place.clear(self._item(root))
         else:
-            in_place.compact(*self._values(root))
+            support.put_base(*self._values(root))
         if not self._is_stock(root, what):
             self.exam.note("lost", f"{what}: stock Orbax does not restore the base that was made")
         if left := in_place.leftovers(self._item(root)):

@@ -1,9 +1,9 @@
-"""Flips single bits in runs of many recorded steps, and has ``bisect`` and ``compare`` name them.
+"""Flips single bits in runs of many recorded steps, and has ``bisect`` and ``diff`` name them.
 
     python -m tests.campaigns.history --steps 1000 --mb 10 --faults 100 --clean 20
 
 records a run, and for each fault goes on from a copy of its beginning, with one bit of a param, a
-moment or a gradient flipped at one step. ``compare`` has to name step, leaf and element, ``bisect``
+moment or a gradient flipped at one step. ``diff`` has to name step, leaf and element, ``bisect``
 the step; pairs without a fault have to be found equal.
 """
 
@@ -67,7 +67,7 @@ class Verdict:
     Attributes:
         is_right: True if step, leaf and element were named, or a clean pair found equal.
         faded: True if the last step has no trace of the fault, so that ``bisect`` had to find none.
-        restored_counts: states that ``compare`` and ``bisect`` restored.
+        restored_counts: states that ``diff`` and ``bisect`` restored.
         seconds: time that each took.
         said: what they said.
     """
@@ -197,13 +197,13 @@ def judge(clean: Path, root: Path, fault: Fault | None) -> Verdict:
     first.close()
     second.close()
     if fault is None:
-        is_right = found.step is None and halved.step is None
-        return Verdict(is_right, False, counts, seconds, f"{found.step} {halved.step}")
+        is_right = found.is_equal and halved.step is None
+        return Verdict(is_right, False, counts, seconds, f"{found.before} {halved.step}")
     told = found.differences[0] if found.differences else None
-    said = f"{found.step} {halved.step} {told.path if told else ''} {told.first if told else ''}"
+    said = f"{found.before} {halved.step} {told.path if told else ''} {told.first if told else ''}"
     last = min(first.steps[-1], second.steps[-1])
     faded = first.fingerprints(last) == second.fingerprints(last)
-    is_right = (found.step, halved.step) == (fault.step, None if faded else fault.step)
+    is_right = (found.before[1], halved.step) == (fault.step, None if faded else fault.step)
     is_right &= told is not None and told.path == path_of(fault)
     is_right &= told is not None and told.first.index == fault.index and told.first.bits == 1
     return Verdict(is_right, faded, counts, seconds, said)
@@ -250,7 +250,7 @@ def main() -> int:
                 sum(each) for each in zip(*((v.is_right, v.faded) for v in verdicts), strict=True)
             )
             rows.append([name, len(verdicts), right, faded, restores, *longest])
-    head = ["pairs", "number", "right", "faded", "most restores", "compare, s", "bisect, s"]
+    head = ["pairs", "number", "right", "faded", "most restores", "diff, s", "bisect, s"]
     wrong = [each for each in found if not each.is_right]
     return command.finish({}, wrong, command.table(head, rows))
 

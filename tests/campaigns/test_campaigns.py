@@ -1,8 +1,6 @@
 """Campaigns of perturbed runs and of recomputed updates: small ones, and all with -m campaign."""
 
 import json
-import subprocess
-import sys
 
 import numpy as np
 import pytest
@@ -10,7 +8,6 @@ import pytest
 from adacheck_jax.save.pending import Pending, Phase
 from tests.campaigns import (
     command,
-    copies,
     growth,
     history,
     interleavings,
@@ -141,15 +138,3 @@ def test_a_process_keeps_nothing_of_a_verb(verb):
     (found,) = growth.campaign([verb], "small")
     assert found.verb.startswith(verb.split()[0])
     assert found.is_flat, growth.table([found])
-
-
-@pytest.mark.campaign
-def test_a_killed_copy_goes_on_where_it_was(tmp_path):
-    # A process of its own: this one may know another server by the same URL.
-    command = [sys.executable, "-m", "tests.campaigns.copies"]
-    size = ["--count", "1", "--kills", "1", "--mb", "1"]
-    done = subprocess.run(
-        [*command, *size, "--directory", tmp_path / "copies"], capture_output=True, check=False
-    )
-    assert done.returncode == 0, (done.stdout + done.stderr)[-4000:].decode()
-    assert all(f"| {way} | 1 |".encode() in done.stdout for way in copies.WAYS)

@@ -9,7 +9,7 @@ from typing import Any
 from adacheck_jax.tools.history.log import StepLog
 from adacheck_jax.tools.listing import RootSummary, StepSummary
 from adacheck_jax.tools.report.gather import Report
-from adacheck_jax.tools.statistics import LeafStatistics, RootStatistics
+from adacheck_jax.tools.report.statistics import LeafStatistics, Statistics
 
 BEGIN = datetime(2026, 3, 1, tzinfo=UTC)
 SIZE = 1 << 20
@@ -24,7 +24,7 @@ def many_steps(count: int = 10_000, leaf_count: int = 300) -> Report:
         rows,
         root="/checkpoints/large",
         damage={row.item: row.error for row in rows if row.error},
-        statistics=_statistics(count, names),
+        statistics=_statistics(names),
         state_bytes=200 * SIZE,
         kept=tuple(range(count)),
         held={n: n + 2 for n in range(count) if _is_deferred(n)},
@@ -53,16 +53,10 @@ def small(
     return Report("2026-03-02T00:00:00+00:00", summary, None, **{"damage": damage, **facts})
 
 
-def _statistics(count: int, names: list[str]) -> RootStatistics:
-    return RootStatistics(
-        root="/checkpoints/large",
-        recorded_count=count,
-        base_count=count // 25,
-        delta_count=count - count // 25,
-        full_bytes=10 * SIZE,
+def _statistics(names: list[str]) -> Statistics:
+    return Statistics(
         redundancy={"stored in bases": SIZE, "stored in deltas": 3 * SIZE, "replayed": 6 * SIZE},
         leaves=tuple(LeafStatistics(name, SIZE, SIZE, 0) for name in names),
-        skipped=(),
     )
 
 

@@ -42,16 +42,13 @@ def words(text):
 
 
 @pytest.mark.slow
-def test_the_example_on_128_devices_is_told_in_one_sentence_and_by_the_kind_of_failure(plan):
+def test_the_example_on_128_devices_is_told_by_the_kind_of_save_and_of_failure(plan):
     result = plan("", f"{EXAMPLE}:data_parallel", "--domains", "4")
     assert result.exit_code == 0, result.output
     assert "1,458 leaves, 128 devices, 16 processes" in result.stdout
     said = words(result.stdout)
-    assert (
-        "One step costs 13.5 GB instead of the 12.1 TB that all devices hold (896 times less) or "
-        "the 94.3 GB that stock Orbax writes (7.0 times less); 18.0 GB a step with a base after "
-        "every 20 deltas."
-    ) in said
+    assert "all that each device holds 12.1 TB 1.0 stock Orbax 94.3 GB 128" in said
+    assert "delta 13.5 GB 896 842.3 MB mean of 1 base, 20 deltas 18.0 GB 672" in said
     assert "Shadow(directory=..., copies=1), 4 failure domains:" in said
     assert "full 1,458 107.8 GB 107.8 GB other domains hold all of it anyway" in said
     assert "one domain memory two domains memory in 4 of 6 cases, else storage" in said
@@ -90,7 +87,8 @@ def test_options_reach_the_report_and_json_holds_all_of_it(plan):
 def test_a_state_without_a_recorder_is_all_bases(plan):
     result = plan(f"{STATE}\n    def state(): return {{'w': leaf(250_000)}}")
     assert result.exit_code == 0, result.output
-    assert "One step costs 1.0 MB instead of 16.0 MB, and every step is a base" in result.stdout
+    assert "stock Orbax 1.0 MB 16.0" in words(result.stdout)
+    assert "no Recorder in this state, so every step is a base" in result.stdout
     assert "delta  " not in result.stdout
 
 

@@ -18,7 +18,7 @@ from adacheck_jax.cli.main import app
 from adacheck_jax.tools.listing import StepSummary
 from adacheck_jax.tools.report.gather import Report
 from adacheck_jax.tools.report.page import page_of
-from adacheck_jax.tools.statistics import LeafStatistics
+from adacheck_jax.tools.report.statistics import LeafStatistics
 from tests.cli.report_pages import many_steps, small
 from tests.data.make_golden import unpack
 

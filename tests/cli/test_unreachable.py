@@ -25,12 +25,7 @@ def listed(url: str, tmp_path, **variables: str) -> subprocess.CompletedProcess[
     environment |= {"HOME": str(tmp_path), "AWS_EC2_METADATA_DISABLED": "true", **variables}
     return subprocess.run(
         [sys.executable, "-m", "adacheck_jax.cli.main", "ls", url],
-        env={
-            **environment,
-            "HOME": str(tmp_path),
-            "AWS_EC2_METADATA_DISABLED": "true",
-            **variables,
-        },
+        env=environment,
         capture_output=True,
         text=True,
         timeout=200,  # tensorstore's own patience is longer

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import shutil
-import threading
 from pathlib import Path
 from typing import Any
 
@@ -22,18 +21,16 @@ import adacheck_jax as adacheck
 from adacheck_jax.adapter.restoring.restorer import StepRestorer
 from adacheck_jax.cli.main import app
 from adacheck_jax.errors import (
-    FormatError,
     IntegrityError,
     LineageError,
     MismatchError,
-    StorageError,
 )
 from adacheck_jax.format.boxes import Box
 from adacheck_jax.format.manifest import BaseManifest, DeltaManifest
 from adacheck_jax.save import share
 from adacheck_jax.store.compaction import in_place, new_base
 from adacheck_jax.store.steps import folders, identity, lineage, lookup, manifest_file, roots
-from adacheck_jax.store.storage.location import Location, at
+from adacheck_jax.store.storage.location import at
 from tests import support
 from tests.data.make_golden import GOLDEN, bits_of, initial_state, unpack
 from tests.support import abstract, assert_same_bits, host_copy, manager_of, mesh_of, save_steps
@@ -204,8 +201,6 @@ def test_deferred_steps_go_with_the_delta_and_can_follow_the_base(tmp_path):
             assert_same_bits(manager.restore(5 if step == 5 else 9, args=args), states[step])
         with pytest.raises(LineageError, match="found the steps 5"):
             manager.restore(5, args=adacheck.RestoreArgs(target, step=4))
-    with pytest.raises(LineageError, match="Only saved steps can be compacted"):
-        in_place.compact(*support.restored_boxes(item(tmp_path, 9), step=7))
     check_steps(tmp_path, target, {step: states[step] for step in (1, 5, 9)})
 
 
@@ -272,7 +267,7 @@ def test_v1_loads_a_compacted_step_with_and_without_this_library(tmp_path):
     before = (path / "_METADATA").read_bytes()
     known, blocks = support.restored_boxes(path)
     with pytest.raises(IntegrityError, match="expected the bits that were saved"):
-        in_place.compact(known, changed(blocks))
+        support.put_base(known, changed(blocks))
     assert (path / "_METADATA").read_bytes() == before
     support.compact(tmp_path, 3, path.name)
     target = abstract(run.state)
@@ -361,7 +356,7 @@ def test_other_values_than_the_saved_ones_are_refused(tmp_path, change, error, m
     before = identity.of_directory(tmp_path)
     known, blocks = support.restored_boxes(item(tmp_path, 3))
     with pytest.raises(error, match=match):
-        in_place.compact(known, change(blocks))
+        support.put_base(known, change(blocks))
     assert identity.of_directory(tmp_path) == before
     assert saved
 
@@ -374,39 +369,31 @@ def test_damaged_files_of_the_old_base_are_not_made_part_of_the_new_one(tmp_path
     damage((item(tmp_path, 3) / folders.LINEAGE / "1/adacheck" / name).resolve())
     before = identity.of_directory(tmp_path)
     with pytest.raises(IntegrityError, match="Nothing was changed"):
-        in_place.compact(known, blocks)
+        support.put_base(known, blocks)
     assert identity.of_directory(tmp_path) == before
 
 
-def test_what_cannot_be_compacted_is_refused(tmp_path):
+def test_a_step_that_is_a_base_already_or_was_saved_again_is_refused(tmp_path):
     saved_run(tmp_path, 3)
     known, blocks = support.restored_boxes(item(tmp_path, 3))
-    with pytest.raises(LineageError, match="found that step 1 is a base already"):
-        in_place.compact(*support.restored_boxes(item(tmp_path, 1)))
-    stored = Location(support_memory(), "run/3/default")
-    elsewhere = lineage.Lineage((*known.entries[:-1], lineage.LineageStep(known.manifest, stored)))
-    with pytest.raises(StorageError, match="nothing can be renamed"):
-        in_place.compact(elsewhere, blocks)
-    in_place.compact(known, blocks)
+    support.put_base(known, blocks)
     with pytest.raises(LineageError, match="found that step 3 is a base already"):
-        in_place.compact(known, blocks)
+        support.put_base(known, blocks)
     shutil.rmtree(tmp_path / "3")
     shutil.copytree(tmp_path / "2", tmp_path / "3")
     with pytest.raises(LineageError, match="The step was saved again"):
-        in_place.compact(known, blocks)
+        support.put_base(known, blocks)
     check_clean(tmp_path)
 
 
-def support_memory() -> Any:
-    from adacheck_jax.store.storage.kvstore import KvStore
-
-    return KvStore("memory://compaction/")
-
-
 @pytest.mark.parametrize(
-    ("module", "name"), [(new_base, "_check"), (in_place, "_check_there")], ids=["made", "moved"]
+    ("module", "name", "number"),
+    [(new_base, "_check_parts", 1), (in_place, "_check_there", 4)],
+    ids=["made", "moved"],
 )
-def test_a_step_that_is_deleted_meanwhile_does_not_come_back(tmp_path, monkeypatch, module, name):
+def test_a_step_that_is_deleted_meanwhile_does_not_come_back(
+    tmp_path, monkeypatch, module, name, number
+):
     saved_run(tmp_path, 3)
     known, blocks = support.restored_boxes(item(tmp_path, 3))
     inner, calls = getattr(module, name), []
@@ -414,12 +401,12 @@ def test_a_step_that_is_deleted_meanwhile_does_not_come_back(tmp_path, monkeypat
     def deleting(*args: Any) -> None:
         inner(*args)
         calls.append(args)
-        if len(calls) == 4:
+        if len(calls) == number:
             shutil.rmtree(tmp_path / "3")
 
     monkeypatch.setattr(module, name, deleting)
     with pytest.raises(LineageError, match="is being deleted or was replaced"):
-        in_place.compact(known, blocks)
+        support.put_base(known, blocks)
     assert sorted(path.name for path in tmp_path.iterdir()) == ["1", "2"]
 
 
@@ -441,46 +428,6 @@ def test_a_save_that_links_while_its_parent_becomes_a_base(tmp_path, monkeypatch
     check_steps(tmp_path, abstract(run.state), saved)
 
 
-@pytest.mark.slow
-def test_steps_are_compacted_while_training_saves_restores_and_deletes(tmp_path):
-    run = support.dict_run(mesh_of(MESH))
-    stop, found, done = threading.Event(), [], []
-
-    def compact_all() -> None:
-        while not stop.is_set():
-            steps = [p for p in tmp_path.glob("*/default") if p.parent.name.isdecimal()]
-            for path in sorted(steps, key=lambda p: -int(p.parent.name)):
-                try:
-                    if isinstance(manifest_file.read(path), DeltaManifest):
-                        in_place.compact(*support.restored_boxes(path))
-                        done.append(path)
-                except (
-                    LineageError,
-                    FormatError,
-                ) as error:  # it was deleted meanwhile
-                    if path.exists() and "being deleted" not in str(error):
-                        found.append(error)
-                except Exception as error:
-                    found.append(error)
-
-    thread = threading.Thread(target=compact_all)
-    with manager_of(tmp_path, adacheck.AdaCheckHandler(run.recorder), max_to_keep=8) as manager:
-        saved = save_steps(manager, run, 2)
-        thread.start()
-        try:
-            while len(done) < 4 and not found:
-                saved |= save_steps(manager, run, 1)
-                args = adacheck.RestoreArgs(abstract(run.state))
-                with manager_of(tmp_path, adacheck.AdaCheckHandler(), read_only=True) as other:
-                    step = run.count - 1
-                    assert_same_bits(other.restore(step, args=args), saved[step])
-        finally:
-            stop.set()
-            thread.join()
-    assert found == []
-    check_steps(tmp_path, abstract(run.state), {s: saved[s] for s in [*saved][-8:]})
-
-
 @pytest.mark.parametrize("read", ["restore", "verify"])
 def test_a_reader_whose_files_are_deleted_looks_again(tmp_path, monkeypatch, read):
     run, saved = saved_run(tmp_path, 4)
@@ -490,7 +437,7 @@ def test_a_reader_whose_files_are_deleted_looks_again(tmp_path, monkeypatch, rea
     def compacted_afterwards(path: Any) -> lineage.Lineage:
         found = inner(path)
         if isinstance(found.manifest, DeltaManifest) and found.manifest.step == 4:
-            in_place.compact(known, blocks)
+            support.put_base(known, blocks)
         return found
 
     monkeypatch.setattr(lookup, "resolve", compacted_afterwards)
@@ -513,6 +460,38 @@ def test_a_whole_leaf_is_one_box(tmp_path):
         whole[index] = {Box.full(leaf.shape): np.empty(leaf.shape, np.dtype(leaf.dtype))}
         for box, block in blocks[index].items():
             whole[index][Box.full(leaf.shape)][(*box.slices, ...)] = block
-    in_place.compact(known, whole)
+    support.put_base(known, whole)
     check_steps(tmp_path, abstract(run.state), saved)
     assert at(item(tmp_path, 2) / folders.BASE).folders() == ["0"]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("is_base_already", [False, True], ids=["delta", "base"])
+def test_repair_removes_what_an_interrupted_compaction_left(tmp_path, is_base_already):
+    trained, saved = saved_run(tmp_path, 3)
+    directory = item(tmp_path, 3)
+    if is_base_already:
+        shutil.copytree(directory / folders.LINEAGE, tmp_path / "lineage")
+        support.compact(tmp_path, 3)
+        (tmp_path / "lineage").rename(directory / folders.LINEAGE)
+        (directory / "adacheck/delta.0.x").write_bytes(b"old")
+    else:
+        for name in ("d/x", "manifest.ocdbt", "adacheck/base/0/x", "_METADATA", "_sharding"):
+            (directory / name).parent.mkdir(parents=True, exist_ok=True)
+            (directory / name).write_bytes(b"new")
+        (directory / "adacheck/tree_metadata").write_bytes(b"")
+    left = {str(path) for path in in_place.leftovers(directory)}
+    assert len(left) == (2 if is_base_already else 5)
+    run = lambda *words: CliRunner().invoke(app, [words[0], str(tmp_path), *words[1:]])  # noqa: E731
+    reported = json.loads(run("verify", "--json").output)
+    assert [(each["path"], each["is_temporary"]) for each in reported["leftovers"]] == [
+        ("3/default", False)
+    ]
+    assert reported["damaged_count"] == 0
+    dry = json.loads(run("repair", "--dry-run", "--json").output)
+    assert dry["cleared"] == ["3/default"]
+    assert {str(path) for path in in_place.leftovers(directory)} == left
+    shown = run("repair")
+    assert "3/default has lost what an interrupted compaction left in it" in shown.output
+    assert (directory / "_METADATA").exists() is is_base_already
+    check_steps(tmp_path, abstract(trained.state), saved)

@@ -91,7 +91,7 @@ def test_steps_before_and_after_are_as_they_were(root):
     before = {step: steps_of(lookup.resolve(root / f"{step}")) for step in (10, 11, 13)}
     compact(root, 12)
     assert {step: steps_of(lookup.resolve(root / f"{step}")) for step in before} == before
-    assert [each.delta_count for each in roots.steps_of(root)] == [0, 1, 0, 3]
+    assert [len(each.lineage.deltas) for each in roots.steps_of(root)] == [0, 1, 0, 3]
 
 
 @pytest.mark.parametrize("step", [11, 12, 13])

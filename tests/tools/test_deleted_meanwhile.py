@@ -37,7 +37,7 @@ def saved(tmp_path_factory) -> Path:
     handler = adacheck.AdaCheckHandler(run.recorder, max_deltas=2)
     with support.manager_of(root, handler) as manager:
         support.save_steps(manager, run, 5)
-    assert [step.delta_count for step in steps_of(root)] == [0, 1, 2, 0, 1]
+    assert [len(step.lineage.deltas) for step in steps_of(root)] == [0, 1, 2, 0, 1]
     return root
 
 
@@ -145,7 +145,7 @@ def test_the_only_step_to_verify_is_an_error(tmp_path, monkeypatch, saved):
     monkeypatch.setattr(
         verification.volume_reader, "fingerprint_of_array", deleting(reading, root / "1")
     )
-    with pytest.raises(StepDeletedError, match=r"root/1/default: .* deleted meanwhile"):
+    with pytest.raises(StepDeletedError, match="root/1/default: expected a step to read"):
         audit.verify_root(root, 1, read_data=True)
 
 
@@ -168,8 +168,8 @@ def test_a_log_has_every_step_that_something_holds(tmp_path, saved, gone, missin
 def test_other_steps_are_copied(tmp_path, saved):
     root, copy = linked(saved, tmp_path / "root"), tmp_path / "copy"
     with pytest.MonkeyPatch.context() as patch:
-        Deletion(patch, root / str(STEP), 2 * looks_of("cp", saved, tmp_path) // 5)
-        report = copying.copy([root], copy)
+        Deletion(patch, root / str(STEP), looks_of("cp", saved, tmp_path) // 2)
+        report = copying.copy(root, copy)
     found = {int(row.name): row.result for row in report.steps}
     own = found.pop(STEP)  # threads copy: all of it may have been read by then
     assert found == dict.fromkeys((1, 2, 4, 5), copy_steps.COPIED)

@@ -70,13 +70,25 @@ def test_a_damaged_step_is_refused_by_name_and_others_are_walked(run, tmp_path):
     shutil.copytree(root, copy)
     (copy / "9/default/adacheck/manifest.json").write_text("{}")
     walk = Walk(copy)
-    assert walk.skipped.keys() <= {9}  # a later step's directory may hold it
+    assert walk.recorded.damaged.keys() == {9}
+    assert invoked("inspect", copy, 9).exit_code == 1  # though a later step's directory may hold it
     assert walk.at(8).step == 8
     with pytest.raises(InputError, match="expected step 99"):
         walk.number(99)
     assert (walk.number(-1), walk.number(None), walk.number(-2)) == (13, 13, 12)
     with pytest.raises(InputError, match="at least 99 steps"):
         walk.number(-99)
+
+
+def test_a_copy_of_a_step_under_another_number_hides_no_step(run, tmp_path):
+    copy = tmp_path / "run"
+    shutil.copytree(run[0], copy)
+    shutil.rmtree(copy / "0")  # which later steps hold
+    for number in (0, 20):
+        shutil.copytree(copy / "13", copy / f"{number}")
+    walk = Walk(copy)
+    assert walk.steps == list(range(STEPS))
+    assert walk.recorded.find(13).folder == copy / "13"
 
 
 def test_the_log_has_norms_rates_and_metrics(run):
@@ -146,6 +158,10 @@ FAULTS = [
 ]
 
 
+def invoked(*words: Any) -> Any:
+    return CliRunner().invoke(app, [str(word) for word in words])
+
+
 @pytest.mark.covering(1, quick=2)
 @pytest.mark.parametrize("fault", FAULTS, ids=lambda f: f[1].replace("/", "."))
 def test_compare_names_step_leaf_and_element_of_one_flipped_bit(run, tmp_path, fault):
@@ -153,25 +169,41 @@ def test_compare_names_step_leaf_and_element_of_one_flipped_bit(run, tmp_path, f
     train(tmp_path / "other", fault)
     first, second = Walk(run[0]), Walk(tmp_path / "other")
     found = compares.compare_runs(first, second)
-    assert (found.step, found.equal_until) == (step, step - 1)
-    assert found.restored_count == 2
+    assert (found.before[1], found.after[1], found.equal_until) == (step, step, step - 1)
+    assert first.restored_count == second.restored_count == 1
     worst = found.differences[0]
     is_gradient = path.startswith("gradient/")
     name = f"opt/adacheck_record/{path.removeprefix('gradient/')}" if is_gradient else path
     assert worst.path == name
     assert (worst.first.index, worst.first.bits, worst.changed_count) == (index, 1, 1)
     assert worst.first.process == 0
-    assert ("gradients that the update took differ" in found.cause) == is_gradient
+    assert (worst.role == "record") == is_gradient
+    shown = invoked("diff", run[0], tmp_path / "other")
+    assert shown.exit_code == 1
+    assert (
+        f"Step {step} is the first of 14 common steps that differs; all until {step - 1} are"
+        in (shown.output)
+    )
+    element = f"{[*index]}: {worst.first.before} -> {worst.first.after}, 1 bit, process 0"
+    assert element in next(x for x in shown.output.splitlines() if x.startswith(name))
 
 
 def test_equal_runs_are_equal(run, tmp_path):
     train(tmp_path / "other", deferred=())
-    found = compares.compare_runs(Walk(run[0]), Walk(tmp_path / "other"))
-    assert (found.step, found.compared_count, found.equal_until) == (None, STEPS, STEPS - 1)
+    first = Walk(run[0])
+    found = compares.compare_runs(first, Walk(tmp_path / "other"))
+    assert (found.is_equal, found.compared_count, found.equal_until) == (True, STEPS, STEPS - 1)
+    assert first.restored_count == 0
 
 
-def invoked(*words: Any) -> Any:
-    return CliRunner().invoke(app, [str(word) for word in words])
+def test_what_is_replayed_alike_and_was_saved_otherwise_differs(run, monkeypatch):
+    first, second = Walk(run[0]), Walk(run[0])
+    own = second.fingerprints
+    as_saved = lambda step: own(step) | ({"params/b": 0} if step >= 9 else {})  # noqa: E731
+    monkeypatch.setattr(second, "fingerprints", as_saved)
+    found = compares.compare_runs(first, second)
+    assert (found.before[1], found.differences, found.alike) == (9, (), ("params/b",))
+    assert not found.is_equal
 
 
 def test_the_commands(run, tmp_path):
@@ -204,10 +236,15 @@ def test_the_commands(run, tmp_path):
     assert shown.exit_code == 2
     assert "at step 13 the function raised KeyError" in shown.output
     assert invoked("bisect", root).exit_code == 2
-    assert invoked("compare", root, root).exit_code == 0
-    shown = invoked("compare", root, tmp_path)
-    assert shown.exit_code == 2
-    assert "expected steps saved by AdaCheckHandler" in shown.output
+    shown = invoked("diff", root, root)
+    assert shown.exit_code == 0
+    assert "All 14 common steps are equal" in shown.output
+    for words, told in (
+        ((root, tmp_path), "expected steps saved by AdaCheckHandler"),
+        ((root, 3, "--other", root), "expected two steps, or the root of another run"),
+    ):
+        shown = invoked("diff", *words)
+        assert (shown.exit_code, told in " ".join(shown.output.split())) == (2, True)
 
 
 def test_a_nan_is_named_by_leaf_and_element(tmp_path):

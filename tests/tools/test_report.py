@@ -7,6 +7,7 @@ import re
 import shutil
 from pathlib import Path
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 import orbax.checkpoint as ocp
@@ -17,7 +18,6 @@ import adacheck_jax as adacheck
 from adacheck_jax.tools.history.walk import Walk
 from adacheck_jax.tools.report.gather import gather, relative_change
 from adacheck_jax.tools.report.page import page_of
-from adacheck_jax.tools.statistics import statistics_of
 from adacheck_jax.tools.steps import InputError
 from tests.tools.test_history import STEPS, in_tree, train
 
@@ -54,10 +54,13 @@ def test_a_report_changes_nothing_under_the_root(run):
     assert files_of(root) == before
 
 
-def test_bytes_are_those_of_stats_and_of_the_state(run):
-    root, _, report = run
-    assert report.statistics == statistics_of(root)
-    leaves = Walk(root).lineages[STEPS - 1].base.leaves
+def test_bytes_add_up_to_those_of_the_states(run):
+    root, states, report = run
+    state_bytes = sum(np.asarray(x).nbytes for x in jax.tree.leaves(states[0]))
+    assert sum(report.statistics.redundancy.values()) == STEPS * state_bytes
+    record = {each.path: each for each in report.statistics.leaves}["opt/adacheck_record/a/kernel"]
+    assert record.delta_bytes == sum(report.checked.values()) * record.state_bytes
+    leaves = Walk(root).lineage(STEPS - 1).base.leaves
     added = [leaf for leaf in leaves if re.search("adacheck_(record|passed)", leaf.path)]
     whole = sum(leaf.nbytes for leaf in leaves)
     assert 0 < sum(leaf.nbytes for leaf in added) == whole - report.state_bytes

@@ -1,7 +1,7 @@
 """Puts a base into the place of a saved delta, in the delta's directory.
 
 The order makes it safe. All files of the base are made elsewhere under the root, in a directory
-with a temporary name, read back and made durable. Then they are moved beside the delta's, where
+with a temporary name, and made durable. Then they are moved beside the delta's, where
 neither this library nor Orbax looks for them: Orbax's own metadata last of all, when the rest is in
 place. Then the base's manifest is renamed over the delta's: *this* is the moment. Then the delta's
 files are deleted. What a crash leaves is the delta or the base, whole, and files that
@@ -39,34 +39,6 @@ _KEPT_METADATA = f"{_OURS}/{OWN_TREE_METADATA}"
 _DATABASE = "manifest.ocdbt"
 _WORK, _LOCK = "compaction", "compacting"
 """Parts of the names of a directory for a base's files, and of the lock that is held meanwhile."""
-
-
-def compact(lineage: Lineage, blocks: Mapping[int, Blocks]) -> BaseManifest:
-    """Turns the delta at the end of a lineage into a base.
-
-    The step can be restored at every moment, and has the same bits before and after. Other steps,
-    also those that build on it, are as they were. Deferred steps that were saved with it, and
-    earlier steps that its directory alone held, are gone afterwards.
-
-    Args:
-        lineage: the step's lineage, as it was resolved or restored.
-        blocks: elements of every leaf that has any, by leaf index and box, as the step was saved:
-            boxes of whole chunks, such as the leaf's own boxes, or the whole leaf; of a typed PRNG
-            key its words.
-
-    Returns:
-        The manifest of the base.
-
-    Raises:
-        MismatchError: a leaf is missing.
-        IntegrityError: the values are not those that were saved, or files of the old base are
-            damaged.
-        LineageError: the step is a base already, or was deleted, or is no saved step.
-        StorageError: the step lies in an object store, or the disk refused something.
-    """
-    with prepared(lineage, blocks) as base:
-        base.put()
-    return base.manifest
 
 
 @dataclass(frozen=True, slots=True)
@@ -113,26 +85,39 @@ def prepared(
     lineage: Lineage,
     blocks: Mapping[int, Blocks],
     *,
-    read_back: bool = True,
     team: Team = ALONE,
     earlier_sums: Mapping[int, int] | None = None,
 ) -> Iterator[Prepared]:
     """Writes a base beside the delta at the end of a lineage; removes it if it is not put there.
 
-    Another compaction of the step waits until this one is left. Errors are those of
-    :func:`compact`.
+    The step can be restored at every moment, and has the same bits before and after. Other steps,
+    also those that build on it, are as they were. Deferred steps that were saved with it, and
+    earlier steps that its directory alone held, are gone afterwards. Another compaction of the step
+    waits until this one is left.
 
     Args:
-        lineage: the step's lineage.
-        blocks: elements as of :func:`compact`; of several processes those that this one has.
-        read_back: True to compare what was written with the saved fingerprints, too; False to
-            compare the blocks alone, as a save does, which takes half the time.
+        lineage: the lineage of a saved delta on a file system, as it was resolved or restored.
+        blocks: elements of every leaf that has any, by leaf index and box, as the step was saved:
+            boxes of whole chunks, such as the leaf's own boxes, or the whole leaf; of a typed PRNG
+            key its words. Of several processes those that this one has.
         team: the processes that write it; this is process 0, and the others call
             :func:`contribute`.
         earlier_sums: this process's contributions to the fingerprints of the old base; None if
             they are not known.
+
+    Raises:
+        MismatchError: a leaf is missing.
+        IntegrityError: the values are not those that were saved, or files of the old base are
+            damaged.
+        LineageError: the step is a base already, was deleted, or was saved again.
+        StorageError: the disk refused something.
     """
-    directory, delta = _checked(lineage)
+    end = lineage.entries[-1]
+    directory, delta = at(end.holder), end.manifest
+    assert directory.on_file_system
+    assert isinstance(delta, DeltaManifest)
+    assert lineage.left_out == 0
+    assert not end.is_link  # a saved step has a directory of its own
     with _named(directory):
         _remove_abandoned(directory)
     work, process = roots.beside(directory, _WORK), OneProcess("a base")
@@ -144,12 +129,7 @@ def prepared(
                 work.delete()
                 team.agree(BEGIN, {}, lambda _: {"delta": delta.checksum})
                 manifest = new_base.write(
-                    work,
-                    lineage,
-                    blocks,
-                    read_back=read_back,
-                    team=team,
-                    earlier_sums=earlier_sums,
+                    work, lineage, blocks, team=team, earlier_sums=earlier_sums
                 )
             assert manifest is not None  # this is process 0
             yield Prepared(manifest, work, directory, stamp)
@@ -182,35 +162,7 @@ def contribute(
                 f"{found.manifest.checksum[:12]}. Nothing was changed."
             )
         work = roots.beside(directory, _WORK)
-        new_base.write(work, found, blocks, read_back=False, team=team, earlier_sums=earlier_sums)
-
-
-def _checked(lineage: Lineage) -> tuple[Location, DeltaManifest]:
-    """The directory and the manifest of the delta at the end of a lineage."""
-    end = lineage.entries[-1]
-    directory = at(end.holder)
-    if not directory.on_file_system:
-        raise StorageError(
-            f"{directory}: expected a step on a file system, found one in an object store, where "
-            "nothing can be renamed, so that no moment would change the step as a whole. Nothing "
-            "was changed; copy the root to a file system, or save a base."
-        )
-    if end.is_link or lineage.left_out:
-        raise LineageError(
-            f"{directory}: expected a step in a directory of its own, found step "
-            f"{lineage.end.step}, which step {directory.name} holds. Only saved steps can be "
-            "compacted; nothing was changed."
-        )
-    if isinstance(end.manifest, BaseManifest):
-        raise _is_base(directory, end.manifest)
-    return directory, end.manifest
-
-
-def _is_base(directory: Location, manifest: BaseManifest) -> LineageError:
-    return LineageError(
-        f"{directory}: expected a delta, found that step {manifest.step} is a base already. "
-        "Nothing was changed; nothing is left to be done."
-    )
+        new_base.write(work, found, blocks, team=team, earlier_sums=earlier_sums)
 
 
 def _stamp(directory: Location, delta: DeltaManifest) -> Stamp:
@@ -220,7 +172,10 @@ def _stamp(directory: Location, delta: DeltaManifest) -> Stamp:
     if found.checksum == delta.checksum:
         return manifest_file.stamp(directory)
     if isinstance(found, BaseManifest) and found.saved_checksum == delta.checksum:
-        raise _is_base(directory, found)
+        raise LineageError(
+            f"{directory}: expected a delta, found that step {found.step} is a base already. "
+            "Nothing was changed; nothing is left to be done."
+        )
     raise LineageError(
         f"{directory}: expected step {delta.step} with manifest {delta.checksum[:12]}, found "
         f"{found.checksum[:12]}. The step was saved again; nothing was changed."
@@ -355,5 +310,5 @@ def _named(directory: Location, state: str = "The step is as it was") -> Iterato
         raise StorageError(
             f"{directory}: expected to write a base in the place of a delta, found: "
             f"{system.strerror or error} ({first_line(error)}). {state}; make room or mend the "
-            "disk, and compact it again, or run adacheck repair."
+            "disk; the next base is written by the loop, and adacheck repair removes what is left."
         ) from error

@@ -2,8 +2,7 @@
 
 It is the base of the delta's lineage once more, with other values: arrays of the same names and
 chunks, and the same descriptions, so that all that stock Orbax read of the old base it reads of the
-new one. Its bits are compared with the step's fingerprints: those of the
-given values, or those of what was written, read back.
+new one. The bits of the given values are compared with the step's fingerprints, as in a save.
 """
 
 from __future__ import annotations
@@ -83,7 +82,6 @@ def write(
     lineage: Lineage,
     blocks: Mapping[int, Blocks],
     *,
-    read_back: bool,
     team: Team = ALONE,
     earlier_sums: Mapping[int, int] | None = None,
 ) -> BaseManifest | None:
@@ -109,7 +107,7 @@ def write(
 
     def judge(reports: Sequence[Report]) -> Report:
         _check_parts(draft, reports)
-        made.append(_completed(draft, directory, reports, read_back=read_back))
+        made.append(_completed(draft, directory, reports))
         return {}
 
     team.agree(WRITTEN, own, judge)
@@ -160,18 +158,13 @@ def _write_part(
     return report | {"sums": [*sums.values()], "sizes": sizes}
 
 
-def _completed(
-    draft: _Draft, directory: Location, reports: Sequence[Report], *, read_back: bool
-) -> BaseManifest:
+def _completed(draft: _Draft, directory: Location, reports: Sequence[Report]) -> BaseManifest:
     """Makes a base of the parts that all processes have written; the manifest comes last."""
     delta, lineage = draft.delta, draft.lineage
     merge(directory, reports)
     for name, data in draft.files.items():
         (directory / name).write(data)
     directory.sync(*(directory / name for name in draft.files))
-    if read_back:
-        for i, leaf in draft.stored.items():
-            _check(directory, leaf, draft.names[leaf.path], delta.fingerprints[i])
     files = {name for name, _ in links.base_files(directory)} | {manifest_file.FILE}
     sizes = zip(draft.stored, zip(*(each["sizes"] for each in reports), strict=True), strict=True)
     writers = {i: [n for n, size in enumerate(each) if size] for i, each in sizes}
@@ -275,19 +268,5 @@ def _read(path: AnyPath, digest: str | None) -> bytes:
         found, cause = "none", error
     raise IntegrityError(
         f"{path}: expected the file that was written with the base, found {found}. Nothing was "
-        "changed; the step can be restored where this file is not needed, and not be compacted."
+        "changed; the step is the delta that it was, and is restored where this file is not needed."
     ) from cause
-
-
-def _check(directory: Location, leaf: Leaf, name: Name, expected: int) -> None:
-    """Raises if what was written of a leaf has not the bits that were saved."""
-    why = "other bits"
-    try:
-        if volume_reader.fingerprint_of_array(directory, name.name, leaf.dtype) == expected:
-            return
-    except ValueError as error:
-        why = first_line(error)
-    raise IntegrityError(
-        f"leaf {leaf.path}: expected the bits that were saved, found in the new base, read "
-        f"back, {why}. The step is as it was; pass the step's own state, or look after the disk."
-    )

@@ -1,37 +1,51 @@
-"""Copies of step directories from one root into another: what they have in common everywhere.
+"""Copies of step directories from one root into another.
 
-A killed copy goes on where it was; what it left is no step to anybody.
+On a file system a step is copied under a name that Orbax takes for temporary, and renamed last.
+In an object store, where nothing is linked or renamed, what makes a step exist is written last: its
+manifests, then Orbax's marks; nobody's value is written over.
 """
 
 from __future__ import annotations
 
 import contextlib
 import errno
-import threading
-import time
 from collections.abc import Iterable, Mapping
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 
-from rich.filesize import decimal
-
-from adacheck_jax.errors import AdaCheckError, IntegrityError, StepDeletedError, StorageError
+from adacheck_jax.errors import (
+    AdaCheckError,
+    IntegrityError,
+    LineageError,
+    StepDeletedError,
+    StorageError,
+)
 from adacheck_jax.format.manifest import DeltaManifest
+from adacheck_jax.store import links
 from adacheck_jax.store.steps import lookup, manifest_file, marks
+from adacheck_jax.store.steps.folders import LINEAGE
 from adacheck_jax.store.steps.lineage import Lineage
 from adacheck_jax.store.steps.roots import PROBE_PREFIX, TMP_SUFFIX
 from adacheck_jax.store.storage.interface import Entry, NotPlainError, Stamp
-from adacheck_jax.store.storage.location import AnyPath, Location, at
-from adacheck_jax.tools.handover.copy_files import files_of
-from adacheck_jax.tools.steps import Progress, undeleted
+from adacheck_jax.store.storage.location import Location, at
+from adacheck_jax.tools.handover.copy_files import (
+    copy_file,
+    digest,
+    files_of,
+    folders_of,
+    make_folders,
+)
+from adacheck_jax.tools.steps import undeleted
 
 COPIED, THERE, REFUSED, DELETED = "copied", "there", "refused", "deleted meanwhile"
 THREADS = 4
 """Files in memory at a time: whole ones, where a store is read or written."""
-ANOTHER = "the destination has another step of this name"
-LACKS = "it builds on step {}, which the destination lacks"
-_CHANGED = "it was changed meanwhile (compacted?): copy it again"
+_ANOTHER = "the destination has another step of this name"
+_HALF = f"{_ANOTHER}, or a part of one, which adacheck repair --force removes"
 _REMEMBERED = 8
 """Number of lineages that are not read again: a step may have several items."""
+_NO_LINKS = "it has a part of what it builds on, and the destination cannot link the rest"
+_CHANGED = "it was changed meanwhile (a base now?): copy it again"
 Lineages = Mapping[str, Lineage]
 """Lineages of a step's deltas, by the items' paths below the root."""
 
@@ -45,76 +59,65 @@ class CopiedStep:
         result: ``copied``, ``there`` if the copy has it already, ``refused``, or ``deleted
             meanwhile`` if it was before it could be copied.
         why: reason why it was refused; else None.
-        is_added: True if it was not asked for, and another step builds on it.
         written_bytes: bytes of its files that were written: no links, and nothing that was there.
-        found_bytes: bytes that an interrupted copy had written.
-        plain_bytes: bytes that a copy of every link as a file of its own would have taken.
     """
 
     name: str
     result: str
     why: str | None = None
-    is_added: bool = False
     written_bytes: int = 0
-    found_bytes: int = 0
-    plain_bytes: int = 0
 
 
-class Meter:
-    """Tells how far a copy is, and how fast.
+@dataclass(frozen=True, slots=True)
+class _Original:
+    """A step directory to copy, as it was found.
 
-    Args:
-        progress: callback.
-        files: all files that may be copied.
+    Attributes:
+        place: the directory.
+        lineages: lineages of its deltas.
+        files: its files, by their paths below it.
+        manifests: manifests of its items, likewise.
     """
 
-    def __init__(self, progress: Progress, files: Iterable[Entry]) -> None:
-        self._progress, self._lock = progress, threading.Lock()
-        once = {each.stamp or n: each for n, each in enumerate(files)}  # links share their stamp
-        self._total = sum(map(_weight, once.values()))
-        self._done = self._bytes = 0
-        self._begun_s = time.monotonic()
+    place: Location
+    lineages: Lineages
+    files: Mapping[str, Entry]
+    manifests: Mapping[str, bytes]
 
-    def skip(self, files: Iterable[Entry]) -> None:
-        """Notes files that need not be copied."""
-        self._done += sum(map(_weight, files))
+    def check_unchanged(self) -> None:
+        """Refuse what was copied of a step that is another one by now.
 
-    def tell(self, name: str, entry: Entry, written_bytes: int) -> None:
-        """Notes a file of a step that is in its place, and the bytes of it that were written."""
-        with self._lock:
-            self._done += _weight(entry)
-            self._bytes += written_bytes
-            rate = int(self._bytes / max(self.seconds, 1e-3))
-            told = f"copying {name}: {decimal(self._bytes)}, {decimal(rate)}/s"
-            self._progress(min(self._done, self._total), self._total, told)
-
-    @property
-    def seconds(self) -> float:
-        """Seconds since it was made."""
-        return time.monotonic() - self._begun_s
-
-
-def _weight(entry: Entry) -> int:
-    """Bytes of a file; 1 in a store, which does not tell them."""
-    return entry.size_bytes or 1
+        Raises:
+            IntegrityError: it has other files, or other manifests.
+        """
+        found = files_of(self.place)
+        stamps = [{path: x.stamp for path, x in files.items()} for files in (found, self.files)]
+        if stamps[0] != stamps[1] or _manifests_of(self.place, found) != self.manifests:
+            raise IntegrityError(_CHANGED)
 
 
 class Copier:
     """Copies step directories of one root into another.
 
+    On a file system hard links stay hard links, and a delta from a store, which refers to other
+    steps, gets links to all that it builds on, as a save makes them. In a store a delta refers to
+    its ancestors: of its links to them those are left out that lead to what the copy has as steps.
+
     Args:
         root: the root to copy from.
         destination: the root to copy to; neither lies in the other.
-        meter: is told of each file.
     """
 
-    def __init__(self, root: Location, destination: Location, meter: Meter) -> None:
-        self._root, self._destination, self._meter = root, destination, meter
-        self._seen = destination.listed()  # by which no look at what earlier calls left costs
-        self._names = {*self._seen.folders()}
-        """Step directories in the copy, whole or not."""
+    def __init__(self, root: Location, destination: Location) -> None:
+        self._root, self._destination = root, destination
+        self._copies: dict[Stamp, Location] = {}
+        """Copies that are in their places, of files with several links."""
+        self._likely: dict[Stamp, Location] = {}
+        """Files of copies of an earlier call, not yet compared with the original."""
         self._known: list[Lineage] = []
         """Lineages in the copy that were looked at last."""
+        if destination.on_file_system:
+            make_folders(destination)
 
     def copied(self, row: CopiedStep, lineages: Lineages) -> CopiedStep:
         """Copies one step, if nothing speaks against it.
@@ -126,44 +129,153 @@ class Copier:
         Raises:
             OSError: a store does not answer any more.
         """
-        source = self._root / row.name
+        source, target = self._root / row.name, self._destination / row.name
         turn = self._destination / f"{PROBE_PREFIX}{row.name}.copy{TMP_SUFFIX}"
         try:
             with undeleted(source), turn.lock():
                 source.check_plain()
                 files = files_of(source)
-                if self._has(row.name, files):
-                    self._meter.skip(files.values())
+                manifests = _manifests_of(source, files)
+                if self._has(target, manifests):
+                    self._likely |= _linked(files, target)
                     return replace(row, result=THERE)
-                if not manifests_of(source, files):
+                if not manifests:
                     raise FileNotFoundError(errno.ENOENT, "no manifest", str(source))
-                done = self._copy(row, lineages, files)
-                self._names.add(row.name)
-                return replace(done, result=COPIED)
+                copy = self._to_disk if target.on_file_system else self._to_store
+                written_bytes = copy(_Original(source, lineages, files, manifests), target)
+                return replace(row, result=COPIED, written_bytes=written_bytes)
         except StepDeletedError:
             return replace(row, result=DELETED)
         except FileNotFoundError:
             return replace(row, result=REFUSED, why=_CHANGED)
         except (AdaCheckError, OSError) as error:
-            if is_of_store(error):
+            # An answer of a store, or none: the other steps would wait for it, too.
+            if isinstance(error, OSError) and error.errno == errno.EREMOTEIO:
                 raise
             return replace(row, result=REFUSED, why=" ".join(str(error).split()))
 
-    def _copy(self, row: CopiedStep, lineages: Lineages, files: Mapping[str, Entry]) -> CopiedStep:
-        """Copies a step, or nothing of it that counts as a step."""
-        raise NotImplementedError
+    def _has(self, target: Location, manifests: Mapping[str, bytes]) -> bool:
+        """True if the copy's step has the manifests of the original."""
+        is_whole = target.on_file_system or (target / marks.COMMIT_MARK).exists
+        return is_whole and bool(manifests) and manifests == _manifests_of(target, manifests)
 
-    def _has(self, name: str, files: Mapping[str, Entry]) -> bool:
-        """True if the copy's step has the manifests of the original, whose files are given."""
-        found, copy = manifests_of(self._root / name, files), self._seen / name
-        return (
-            bool(found)
-            and found == manifests_of(copy, files_of(copy))
-            and (copy.on_file_system or (copy / marks.COMMIT_MARK).exists)
-        )
+    def _to_disk(self, step: _Original, target: Location) -> int:
+        if target.exists:
+            raise StorageError(_ANOTHER)
+        work = target.with_name(f"{target.name}{TMP_SUFFIX}-copy")
+        work.delete()  # what a killed copy left
+        try:
+            make_folders(work, folders_of(step.place, step.files))
+            written_bytes = self._fill(step.place, work, step.files)
+            for item, lineage in () if self._root.on_file_system else step.lineages.items():
+                self._link(work, item, lineage)
+            work.sync(deep=True)
+            step.check_unchanged()
+            work.move(target)  # only a whole copy has the step's name
+            target.parent.sync()
+        except BaseException:
+            work.delete()
+            raise
+        self._copies |= _linked(step.files, target)
+        return written_bytes
 
-    def _there(self, place: Location, delta: DeltaManifest) -> Lineage | None:
-        """The lineage of a delta's parent at a place in the copy; None if it is not there."""
+    def _fill(self, source: Location, work: Location, files: Mapping[str, Entry]) -> int:
+        """Copies or links all files into a directory; returns the bytes that were written."""
+        linked: dict[str, Location] = {}
+        made: dict[Stamp, Location] = {}
+        for path, entry in files.items():
+            if entry.link_count > 1:
+                if other := made.get(entry.stamp) or self._copy_of(source / path, entry.stamp):
+                    linked[path] = other
+                else:
+                    made[entry.stamp] = work / path
+
+        def copy(path: str) -> int:
+            return copy_file(source / path, work / path)
+
+        with ThreadPoolExecutor(THREADS) as threads:
+            written = sum(threads.map(copy, (path for path in files if path not in linked)))
+        return written + sum(copy(n) for n, other in linked.items() if not _adopts(work, n, other))
+
+    def _copy_of(self, file: Location, stamp: Stamp) -> Location | None:
+        """A copy, in its place, of a file that has several links."""
+        likely = self._likely.pop(stamp, None)
+        if likely and likely.exists and digest(likely) == digest(file):
+            self._copies.setdefault(stamp, likely)
+        return self._copies.get(stamp)
+
+    def _link(self, work: Location, item: str, lineage: Lineage) -> None:
+        """Links all that a delta in a store refers to into its item directory."""
+        own, directory = (self._root / item).key, work / item.partition("/")[2]
+        parent = next((x for x in reversed(lineage.entries[:-1]) if at(x.holder).key != own), None)
+        if parent is None:
+            return
+        if links.can_link(self._destination):
+            place = self._destination / at(parent.holder).below(self._root)
+            links.link_ancestors(lookup.resolve(place), directory)  # and all that lies before it
+        elif (directory / LINEAGE).is_folder:
+            raise LineageError(_NO_LINKS)
+
+    def _to_store(self, step: _Original, target: Location) -> int:
+        there = files_of(target).keys()
+        parents, left_out = self._left_out(step.lineages, step.files, there)
+        wanted = [path for path in step.files if not path.startswith(left_out)]
+        made = _missing_marks(wanted, step.manifests)
+        if there - {*wanted} - made:
+            raise StorageError(_HALF)
+
+        def put(path: str) -> int:
+            """Writes a value, or compares what is there; returns the bytes that were written."""
+            if path in made:
+                text = f"Checkpoint commit was successful to {target}".encode()
+                (target / path).write(text)
+                return len(text)
+            if path not in there:
+                return copy_file(step.place / path, target / path)
+            if digest(target / path) != digest(step.place / path):
+                raise StorageError(_HALF)
+            return 0
+
+        ranked: list[list[str]] = [[], [], []]  # data, manifests, and Orbax's marks of items
+        for path in {*wanted, *made} - {marks.COMMIT_MARK}:
+            is_mark = path.partition("/")[2] == marks.COMMIT_MARK or path.endswith(marks.FINALIZED)
+            ranked[1 if path in step.manifests else 2 if is_mark else 0].append(path)
+        with ThreadPoolExecutor(THREADS) as threads:
+            written_bytes = sum(threads.map(put, ranked[0]))
+            step.check_unchanged()
+            written_bytes += sum(threads.map(put, ranked[1]))
+            for item, parent in parents.items():
+                links.check_ancestors(parent, None, self._destination / item)
+            written_bytes += sum(threads.map(put, ranked[2]))
+        return written_bytes + put(marks.COMMIT_MARK)  # that of the step comes last
+
+    def _left_out(
+        self, lineages: Lineages, files: Iterable[str], there: Iterable[str]
+    ) -> tuple[dict[str, Lineage], tuple[str, ...]]:
+        """Steps in the copy that the items refer to, and beginnings of the links to them."""
+        parents: dict[str, Lineage] = {}
+        left_out: list[str] = []
+        for item, lineage in lineages.items():
+            names = [links.start_of(each) for each in lineage.entries[:-1]]
+            folder = f"{item}/{LINEAGE}/".partition("/")[2]
+            for delta, _ in reversed(lineage.saves):
+                if found := self._there(item, delta):
+                    starts = [f"{folder}{name}" for name in names]
+                    # Else an earlier call had to write them, and they stay.
+                    if not any(path.startswith((*starts,)) for path in there):
+                        parents[item] = found
+                        left_out += starts
+                    break
+                names.pop()
+            else:
+                if not any(path.startswith(folder) for path in files):
+                    lost = lineage.saves[-1][0].parent.step
+                    raise LineageError(f"it builds on step {lost}, which the destination lacks")
+        return parents, (*left_out,)
+
+    def _there(self, item: str, delta: DeltaManifest) -> Lineage | None:
+        """The lineage of a delta's parent in the copy, if it is a step there."""
+        place = at(lookup.referred(self._destination / item, delta.parent.reference))
         try:
             found = lookup.follow(self._known, place)
         except StorageError:
@@ -173,26 +285,8 @@ class Copier:
         self._known = [found, *self._known[: _REMEMBERED - 1]]
         return found if found.manifest.saved_checksum == delta.parent.checksum else None
 
-    def _check_unchanged(
-        self, name: str, before: Mapping[str, Entry], manifests: Mapping[str, bytes]
-    ) -> None:
-        source = self._root / name
-        found = files_of(source)
-        if _stamps(found) != _stamps(before) or manifests_of(source, found) != manifests:
-            raise IntegrityError(_CHANGED)
 
-
-def is_of_store(error: Exception) -> bool:
-    """True for an answer of an object store, or for none: the other steps would wait for it too."""
-    return isinstance(error, OSError) and error.errno == errno.EREMOTEIO
-
-
-def name_of(root: Location, item: AnyPath) -> str:
-    """Name of the step directory of an item."""
-    return at(item).below(root).partition("/")[0]
-
-
-def manifests_of(step: Location, paths: Iterable[str]) -> dict[str, bytes]:
+def _manifests_of(step: Location, paths: Iterable[str]) -> dict[str, bytes]:
     """Manifests of a step's items, of the paths below it; without those that go meanwhile."""
     found = {}
     for path in paths:
@@ -202,10 +296,24 @@ def manifests_of(step: Location, paths: Iterable[str]) -> dict[str, bytes]:
     return found
 
 
-def deltas_of(lineage: Lineage) -> list[DeltaManifest]:
-    """Manifests of the deltas of a lineage, newest first."""
-    return [delta for delta, _ in reversed(lineage.saves)]
+def _linked(files: Mapping[str, Entry], copy: Location) -> dict[Stamp, Location]:
+    """Copies of the files that have several links, by the stamps of these."""
+    return {x.stamp: copy / path for path, x in files.items() if x.link_count > 1}
 
 
-def _stamps(files: Mapping[str, Entry]) -> dict[str, Stamp]:
-    return {path: entry.stamp for path, entry in files.items()}
+def _adopts(folder: Location, name: str, other: Location) -> bool:
+    """True if a hard link to another file could be made."""
+    try:
+        return folder.adopt({name: other.key})
+    except OSError as error:  # too many links, or somebody deleted the copy
+        if error.errno not in (errno.EMLINK, errno.ENOENT):
+            raise
+        return False
+
+
+def _missing_marks(paths: Iterable[str], manifests: Mapping[str, bytes]) -> set[str]:
+    """Paths of the marks of Orbax that a store needs, and a step lacks."""
+    paths, items = {*paths}, {""}
+    if manifest_file.FILE not in manifests:  # else the step is its only item
+        items |= {f"{path.partition('/')[0]}/" for path in paths if "/" in path}
+    return {f"{each}{marks.COMMIT_MARK}" for each in items} - paths

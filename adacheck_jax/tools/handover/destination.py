@@ -8,7 +8,7 @@ import shutil
 from collections.abc import Iterator
 from pathlib import Path
 
-from adacheck_jax.store.storage.location import AnyPath, Location, at
+from adacheck_jax.store.storage.location import AnyPath, Location, at, located
 from adacheck_jax.tools.steps import InputError
 
 
@@ -22,7 +22,7 @@ def checked(text: str, root: AnyPath | None) -> Path:
         raise InputError(
             f"{text}: expected a local path, found a URL. Export to a local path, and copy that."
         )
-    path = Path(os.path.abspath(text))
+    path = Path(str(located(os.path.abspath(text))))
     if os.path.lexists(path):
         raise InputError(f"{path}: expected nothing there, found something. Give another path.")
     if not path.parent.is_dir():

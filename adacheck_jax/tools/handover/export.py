@@ -84,7 +84,7 @@ def export(
         AdaCheckError: the step is damaged, or cannot be restored exactly here. Whatever is raised,
             nothing is left at the destination.
     """
-    root = located(root) if isinstance(root, str) else root.absolute()
+    root = located(root)
     path = destination.checked(target, root)
     if wanted is Format.SAFETENSORS:
         formats.check_safetensors()
@@ -96,10 +96,7 @@ def export(
         with opened as source:
             indices = source.params if params_only else range(len(source.leaves))
             if not indices:
-                raise InputError(
-                    f"{at(root) / source.item}: expected params, found a step without a Recorder "
-                    "and no leaf under params. Export all leaves with --all."
-                )
+                raise _no_params(at(root) / source.item)
             leaves = formats.planned(source.leaves, indices, wanted)
             _write(made, source, leaves, wanted)
         _compare(_read_back(made, leaves, wanted), source.fingerprints, leaves, path)
@@ -118,6 +115,13 @@ def export(
         leaf_bytes=sum(each.leaf.nbytes for each in leaves),
         empty=tuple(source.leaves[i].path for i in indices if i not in kept),
         files=files,
+    )
+
+
+def _no_params(where: AnyPath) -> InputError:
+    return InputError(
+        f"{where}: expected params, found a step without a Recorder and no leaf under params. "
+        "Export all leaves with --all."
     )
 
 

@@ -11,8 +11,12 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import jax
 import numpy as np
 
+from adacheck_jax.adapter.arguments import RestoreArgs
+from adacheck_jax.adapter.restoring.outcome import Restored
+from adacheck_jax.adapter.restoring.restorer import StepRestorer
 from adacheck_jax.adapter.stock.base_checkpoint import StockCheckpoints
 from adacheck_jax.adapter.stock.descriptions import check_described, damaged_descriptions
 from adacheck_jax.device import transfer, trees
@@ -22,11 +26,14 @@ from adacheck_jax.format import manifest as manifests
 from adacheck_jax.format.boxes import Box, cuts_of
 from adacheck_jax.format.byte_loops import fingerprint_of
 from adacheck_jax.format.manifest import ITEMSIZES_BYTES, BaseManifest, Leaf
+from adacheck_jax.layout.rules import Rule
 from adacheck_jax.publish.reading import VersionReader, read_version
 from adacheck_jax.publish.root import Root
 from adacheck_jax.store import volume_reader
 from adacheck_jax.store.storage.location import AnyPath, at
-from adacheck_jax.tools.handover import recorded_step
+from adacheck_jax.tools.history.differences import params_of
+from adacheck_jax.tools.recompute import wide_integers
+from adacheck_jax.tools.recorded import RecordedStep, RecordedSteps
 from adacheck_jax.tools.steps import numbered, undeleted
 
 
@@ -57,6 +64,22 @@ class Source:
     read: Callable[[int], np.ndarray]
 
 
+def restored(
+    step: RecordedStep, stock: StockCheckpoints, rules: Sequence[Rule] | None = None
+) -> Restored:
+    """Restore a step, exactly, on its own devices or on one of this machine.
+
+    Raises:
+        AdaCheckError: the step is damaged, cannot be restored exactly on this machine, or rules do
+            not fit it.
+    """
+    with wide_integers(leaf.dtype for leaf in step.lineage.base.leaves):
+        device = jax.sharding.SingleDeviceSharding(jax.local_devices()[0])
+        number = None if step.is_own else step.number
+        args = RestoreArgs(require_exact=True, fallback_sharding=device, step=number, rules=rules)
+        return StepRestorer(stock, {}, None).restore(step.directory, args)
+
+
 @contextlib.contextmanager
 def step_source(root: AnyPath, number: int | None, item: str | None) -> Iterator[Source]:
     """The leaves of a recorded step; a delta is restored when its first leaf is read.
@@ -65,7 +88,7 @@ def step_source(root: AnyPath, number: int | None, item: str | None) -> Iterator
         InputError: there is no such root, step or item.
         AdaCheckError: the step is damaged, or cannot be restored exactly on this machine.
     """
-    step = recorded_step.find(root, number, item)
+    step = RecordedSteps(root, item).find(number)
     with undeleted(step.directory), contextlib.closing(StockCheckpoints()) as stock:
         base, directory = step.lineage.base, step.lineage.base_directory
         fingerprints = step.lineage.end.fingerprints
@@ -73,9 +96,9 @@ def step_source(root: AnyPath, number: int | None, item: str | None) -> Iterator
         by_path, _ = trees.flatten(tree)
         values: list[Any] = []
 
-        def restored(index: int) -> np.ndarray:
+        def replayed(index: int) -> np.ndarray:
             if not values:
-                values.extend(step.restored(stock).leaves)
+                values.extend(restored(step, stock).leaves)
             words = transfer.raw(values[index])
             return np.asarray(words).astype(np.dtype(base.leaves[index].dtype), copy=False)
 
@@ -91,10 +114,10 @@ def step_source(root: AnyPath, number: int | None, item: str | None) -> Iterator
             kind=step.kind,
             replayed_count=step.lineage.replayed_count,
             leaves=base.leaves,
-            params=_params(base),
+            params=params_of(base.leaves, base.update),
             fingerprints=fingerprints,
             tree=tree,
-            read=from_base if step.kind == "base" else restored,
+            read=from_base if step.kind == "base" else replayed,
         )
         values.clear()  # the state is not needed to read the export back
 
@@ -115,13 +138,6 @@ def _described(stock: StockCheckpoints, directory: AnyPath, base: BaseManifest) 
         if leaf.nbytes and leaf.path in by_path:
             check_described(directory, leaf, by_path[leaf.path])
     return tree
-
-
-def _params(base: BaseManifest) -> list[int]:
-    """Indices of what the recorded update trains, else of the leaves under ``params``."""
-    if base.update is not None and base.update.params:
-        return sorted({*base.update.params})
-    return [i for i, leaf in enumerate(base.leaves) if leaf.path.split("/")[0] == "params"]
 
 
 def _stored(directory: AnyPath, leaf: Leaf, by_path: Any, fingerprint: int) -> np.ndarray:

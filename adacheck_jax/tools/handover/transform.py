@@ -12,8 +12,9 @@ from adacheck_jax.layout.plan import Plan
 from adacheck_jax.layout.rules import Rule
 from adacheck_jax.store.storage.location import AnyPath
 from adacheck_jax.tools import verification
-from adacheck_jax.tools.handover import destination, recorded_step
+from adacheck_jax.tools.handover import destination, sources
 from adacheck_jax.tools.recompute import wide_integers
+from adacheck_jax.tools.recorded import RecordedSteps
 from adacheck_jax.tools.steps import undeleted
 
 
@@ -63,7 +64,7 @@ def transform(
         root: the directory given to the checkpoint manager.
         target: path of the new root.
         rules: the rules.
-        number: step number; None for the newest saved step; below zero a place counted from it.
+        number: step number; None for the newest; below zero a place counted from it.
         item: name of the item directory, needed if a step holds several.
         dry_run: True to plan alone.
 
@@ -73,14 +74,14 @@ def transform(
         AdaCheckError: the step is damaged.
     """
     path = destination.checked(target, root)
-    found = recorded_step.find(root, number, item)
+    found = RecordedSteps(root, item).find(number)
     base = found.lineage.base
     plan = relayout.planned(rules, base)
     if not dry_run:
         dtypes = (kind.dtype for kind in plan.kinds)
         with wide_integers(dtypes), destination.temporary(path) as new:
             with undeleted(found.directory):
-                state = found.restored(StockCheckpoints(), rules).state
+                state = sources.restored(found, StockCheckpoints(), rules).state
             name = found.directory.name
             save_base(str(new), found.number, state, name)
             verification.check(new / str(found.number) / name, read_data=True)

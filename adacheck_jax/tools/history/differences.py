@@ -75,6 +75,13 @@ def roles_of(leaf_count: int, update: Update | None) -> list[str]:
     return roles
 
 
+def params_of(leaves: Sequence[Leaf], update: Update | None) -> list[int]:
+    """Indices of the leaves that the recorded update trains; without one of those under params."""
+    if update is not None and update.params:
+        return sorted({*update.params})
+    return [i for i, leaf in enumerate(leaves) if leaf.path.split("/")[0] == "params"]
+
+
 def difference(
     before: np.ndarray, after: np.ndarray, leaf: Leaf, role: str
 ) -> LeafDifference | None:

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from adacheck_jax.errors import StepDeletedError
+from adacheck_jax.tools.history import differences
 from adacheck_jax.tools.history.differences import norm, wide
 from adacheck_jax.tools.history.walk import State, Walk
 from adacheck_jax.tools.listing import note_of
@@ -102,10 +103,10 @@ def row_of(walk: Walk, state: State, before: Sequence[np.ndarray]) -> StepLog:
     if before and [p.shape for p in params] == [p.shape for p in before]:
         pairs = zip(params, before, strict=True)
         change = norm([wide(new) - wide(old) for new, old in pairs])
-    folder, update = walk.folder(state.step), state.update
+    folder, update = walk.recorded.steps[state.step].folder, state.update
     return StepLog(
         state.step,
-        "delta" if walk.lineages[state.step].deltas else "base",
+        "delta" if walk.lineage(state.step).deltas else "base",
         norm([state.arrays[i] for i in update.record]) if update else None,
         change,
         norm(params) if params else None,
@@ -116,11 +117,8 @@ def row_of(walk: Walk, state: State, before: Sequence[np.ndarray]) -> StepLog:
 
 
 def params_of(state: State) -> list[np.ndarray]:
-    """Leaves that the recorded update trains; without one those under ``params``."""
-    if state.update is not None:
-        return [state.arrays[i] for i in sorted({*state.update.params})]
-    pairs = zip(state.leaves, state.arrays, strict=True)
-    return [array for leaf, array in pairs if leaf.path.split("/")[0] == "params"]
+    """The params of a state."""
+    return [state.arrays[i] for i in differences.params_of(state.leaves, state.update)]
 
 
 def _learning_rate(state: State) -> float | None:

@@ -12,15 +12,14 @@ from typing import Any
 import numpy as np
 
 from adacheck_jax.device import transfer, trees
-from adacheck_jax.errors import AdaCheckError, IntegrityError, StepDeletedError
+from adacheck_jax.errors import IntegrityError, StepDeletedError
 from adacheck_jax.format.manifest import Leaf, Update
 from adacheck_jax.restore import check
-from adacheck_jax.store.steps import roots
 from adacheck_jax.store.steps.lineage import Lineage
-from adacheck_jax.store.storage.location import AnyPath, at
-from adacheck_jax.tools.handover import recorded_step
+from adacheck_jax.store.storage.location import AnyPath
 from adacheck_jax.tools.recompute import Reached, cannot_replay_here
-from adacheck_jax.tools.steps import InputError, numbered, resolved, steps_under, undeleted
+from adacheck_jax.tools.recorded import RecordedStep, RecordedSteps
+from adacheck_jax.tools.steps import InputError, undeleted
 
 Tree = dict[str, Any]
 _MOST_HOLDERS = 3
@@ -62,69 +61,38 @@ class Walk:
         item: name of the item directory, needed if steps hold several.
 
     Attributes:
-        lineages: everything that each recorded step is restored from, by ascending step number.
-        skipped: the reason for each step that cannot be found whole.
         restored_count: number of states that were restored or replayed.
 
     Raises:
-        InputError: there is no such root or item, or no whole step.
+        InputError: there is no such root or item.
+        AdaCheckError: there are steps and none is whole; the error of the first.
     """
 
     def __init__(self, root: AnyPath, item: str | None = None) -> None:
         self.root, self._item, self.restored_count = root, item, 0
         self._reached = Reached(lambda entry: entry.manifest.checksum)
-        steps = [s for s in steps_under(root) if item in (None, s.directory.name)]
-        items = sorted({step.directory.name for step in steps})
-        if item is None and len({step.step for step in steps}) < len(steps):
-            raise InputError(
-                f"{root}: expected one item a step, found {', '.join(items)}. Name one with --item."
-            )
-        own, held, skipped = dict[int, Lineage](), dict[int, Lineage](), dict[int, str]()
-        for step, lineage in resolved(steps):
-            if isinstance(lineage, AdaCheckError):
-                skipped[step.step] = " ".join(str(lineage).split())
-            else:
-                own[step.step] = lineage
-                held |= dict.fromkeys(lineage.steps, lineage)  # the newest one is deleted last
-        self.lineages = {n: own.get(n) or each.to(n) for n, each in sorted(held.items())}
-        self.skipped = {n: why for n, why in skipped.items() if n not in held}
-        if not held:
-            where = f" in item {item!r}" if item else ""
-            why = next(iter(skipped.values()), f"found {', '.join(items)}")
-            raise InputError(f"{root}: expected steps{where} that can be restored: {why}")
+        self.recorded = RecordedSteps(root, item)
+        if not self.steps:
+            raise next(iter(self.recorded.damaged.values()))
 
     @property
     def steps(self) -> list[int]:
         """Numbers of the recorded steps, ascending."""
-        return [*self.lineages]
+        return [*self.recorded.steps]
 
     def number(self, wanted: int | None) -> int:
-        """The recorded step that a caller means.
+        """Number of the recorded step that a caller means, as of :meth:`RecordedSteps.find`."""
+        return self.recorded.find(wanted).number
 
-        Raises:
-            InputError: it is not recorded.
-        """
-        number = numbered(self.steps, wanted, self.root)
-        if number not in self.lineages:
-            near = sorted(self.steps, key=lambda step: abs(step - number))[:6]
-            found = f", found {', '.join(map(str, sorted(near)))} near it. Give one of these steps."
-            why = f": {self.skipped[number]}" if number in self.skipped else found
-            raise InputError(f"{self.root}: expected step {number}{why}")
-        return number
+    def lineage(self, step: int) -> Lineage:
+        """Everything that a recorded step is restored from."""
+        return self.recorded.steps[step].lineage
 
     def fingerprints(self, step: int) -> dict[str, int]:
         """The digest of each leaf, by its path, as it was saved; no array is read."""
-        lineage = self.lineages[step]
+        lineage = self.lineage(step)
         paths = [leaf.path for leaf in lineage.base.leaves]
         return dict(zip(paths, lineage.end.fingerprints, strict=True))
-
-    def folder(self, step: int) -> AnyPath | None:
-        """The directory of a step; None if it has none of its own."""
-        holder = at(self.lineages[step].entries[-1].holder)
-        place = roots.place_of(holder)
-        if place.step != step:
-            return None
-        return holder.parent if place.line[1] else holder
 
     def at(self, step: int) -> State:
         """The state of a recorded step, verified.
@@ -138,25 +106,25 @@ class Walk:
             try:
                 return self._at(step)
             except StepDeletedError as error:
-                self.lineages[step] = self._held_elsewhere(step, error)
+                self.recorded.steps[step] = self._held_elsewhere(step, error)
         return self._at(step)
 
-    def _held_elsewhere(self, step: int, error: StepDeletedError) -> Lineage:
-        """The lineage of a step in a directory that is there.
+    def _held_elsewhere(self, step: int, error: StepDeletedError) -> RecordedStep:
+        """A recorded step in a directory that is there.
 
         Raises:
             StepDeletedError: there is none; the given one.
         """
         try:
-            found = recorded_step.find(self.root, step, self._item).lineage
-        except (InputError, AdaCheckError):
+            found = RecordedSteps(self.root, self._item).steps.get(step)
+        except InputError:
             raise error from None
-        if found.end.fingerprints != self.lineages[step].end.fingerprints:  # it was saved anew
-            raise error
+        if found is None or found.lineage.end.fingerprints != self.lineage(step).end.fingerprints:
+            raise error  # it is gone, or was saved anew
         return found
 
     def _at(self, step: int) -> State:
-        lineage = self.lineages[step]
+        lineage = self.lineage(step)
         problem = cannot_replay_here(lineage)
         if problem is not None:
             raise InputError(f"{self.root}: step {step} cannot be restored here: {problem}")

@@ -15,14 +15,14 @@ import numpy as np
 from adacheck_jax.errors import AdaCheckError
 from adacheck_jax.format.manifest import Delta
 from adacheck_jax.store.storage.location import AnyPath
-from adacheck_jax.tools import audit, listing, statistics
+from adacheck_jax.tools import audit, listing
 from adacheck_jax.tools.audit import RootReport
 from adacheck_jax.tools.history import log
 from adacheck_jax.tools.history.differences import norm, roles_of, wide
 from adacheck_jax.tools.history.log import StepLog
 from adacheck_jax.tools.history.walk import State, Walk
 from adacheck_jax.tools.listing import FOREIGN, STOCK, RootSummary
-from adacheck_jax.tools.statistics import RootStatistics
+from adacheck_jax.tools.report.statistics import Statistics, statistics_of
 from adacheck_jax.tools.steps import InputError, Progress, quiet
 
 MOST_VERIFIED = 300
@@ -46,7 +46,7 @@ class Report:
         verified: their structure, as ``adacheck verify`` has it; None if they are too many.
         damage: the reason for each saved step that cannot be restored, or in which damage was
             found, by its item directory relative to the root.
-        statistics: their bytes, as ``adacheck stats`` has them; None if no step can be restored.
+        statistics: what became of the bytes of their states; None if no step can be restored.
         state_bytes: bytes of the newest state in memory, without the record of the update.
         kept: recorded steps, but those that were deleted and a later step's directory still holds.
         held: for each recorded step without a directory of its own the step that it was saved with:
@@ -63,7 +63,7 @@ class Report:
     summary: RootSummary
     verified: RootReport | None
     damage: dict[str, str]
-    statistics: RootStatistics | None = None
+    statistics: Statistics | None = None
     state_bytes: int = 0
     kept: tuple[int, ...] = ()
     held: dict[int, int] = field(default_factory=dict)
@@ -109,7 +109,6 @@ def gather(
     report = Report(made_at, replace(summary, steps=rows), verified, damage)
     if all(row.error for row in ours):
         return report
-    report = replace(report, statistics=statistics.statistics_of(root))
     with contextlib.closing(Walk(root, item)) as walk:
         return _walked(report, walk, norm_count, progress)
 
@@ -121,7 +120,7 @@ def _walked(report: Report, walk: Walk, norm_count: int | None, progress: Progre
     if failed:
         step, why = next(iter(failed.items()))
         note += f" {len(failed):,} could not be restored here, such as step {step:,}: {why}"
-    lineages = walk.lineages
+    lineages = {step: each.lineage for step, each in walk.recorded.steps.items()}
     saved_with = {step: each.manifest.step for step, each in lineages.items()}
     present = {row.step for row in report.summary.steps if row.kind not in _OTHERS}
     kept = [step for step in walk.steps if saved_with[step] in present]
@@ -132,6 +131,7 @@ def _walked(report: Report, walk: Walk, norm_count: int | None, progress: Progre
     ends = [each.end for each in lineages.values()]
     return replace(
         report,
+        statistics=statistics_of(lineages.values()),
         state_bytes=sum(leaf.nbytes for leaf, role in roles if role != "record"),
         kept=tuple(kept),
         held={step: saved for step, saved in saved_with.items() if step not in present},
@@ -192,7 +192,7 @@ def _chosen(walk: Walk, asked: int | None) -> list[int]:
     """The steps to restore: as many as asked, else all of a small run and none of a larger one."""
     steps = walk.steps
     if asked is None:
-        run_bytes = len(steps) * sum(leaf.nbytes for leaf in walk.lineages[steps[-1]].base.leaves)
+        run_bytes = len(steps) * sum(leaf.nbytes for leaf in walk.lineage(steps[-1]).base.leaves)
         is_small = len(steps) <= SMALL_STEP_COUNT and run_bytes <= SMALL_RUN_BYTES
         asked = len(steps) if is_small else 0
     count = min(asked, len(steps))
