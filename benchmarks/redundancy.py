@@ -41,6 +41,7 @@ from adacheck_jax.device import trees
 from adacheck_jax.format.manifest import BaseManifest, DeltaManifest
 from adacheck_jax.store.steps import manifest_file
 from adacheck_jax.update.recorder_state import RECORD_FIELD
+from benchmarks import xla_flags
 from benchmarks.common import (
     CONTEXT,
     Block,
@@ -617,7 +618,7 @@ def main() -> None:
         parser.error(f"--devices: expected a multiple of {EXPERTS}, found {arguments.devices}")
     # JAX reads this when it is first asked for devices.
     flags = re.sub(rf"{_DEVICES_FLAG}=\d+", "", os.environ.get("XLA_FLAGS", ""))
-    flags = [flags, f"{_DEVICES_FLAG}={arguments.devices}", *_PATIENCE_FLAGS]
+    flags = [flags, f"{_DEVICES_FLAG}={arguments.devices}", *xla_flags.known(_PATIENCE_FLAGS)]
     os.environ["XLA_FLAGS"] = " ".join(flags)
     undivided_replicas()
     result = run(arguments.cases, arguments.params, arguments.devices)

@@ -10,6 +10,7 @@ from __future__ import annotations
 import gc
 import itertools
 import os
+import socket
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -31,8 +32,18 @@ os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")  # what is forked has one thr
 import pytest
 from hypothesis import settings
 
+from benchmarks import xla_flags
+from tests.last_words import LastWords
+
 if TYPE_CHECKING:
     from tests.object_stores import Store
+
+# Tensorstore reads addresses once, as a process first opens a bucket, which any test may do.
+_GCS, _S3 = socket.socket(), socket.socket()
+for _variable, _listener in (("TENSORSTORE_GCS_HTTP_URL", _GCS), ("AWS_ENDPOINT_URL", _S3)):
+    _listener.bind(("127.0.0.1", 0))
+    os.environ[_variable] = f"http://127.0.0.1:{_listener.getsockname()[1]}"
+_STORES = list["Store"]()
 
 settings.register_profile("default", max_examples=10, deadline=None)
 settings.register_profile("ci", max_examples=30, deadline=None)
@@ -47,17 +58,20 @@ COMPILED_FAST = (
 )
 """Flags by which XLA compiles in a fraction of the time, to programs that are slower.
 
-Programs of pinned updates compute the same bits. Users compile without these flags; so do
-campaigns, and whoever sets an optimization level, as ``.ci/run`` does for tests of what pins an
-update.
+A release of XLA that does not know one goes without it (jaxlib 0.12: the emitters of fusions are
+always used). Programs of pinned updates compute the same bits. Users compile without these flags;
+so do campaigns, and whoever sets an optimization level, as ``.ci/run`` does for tests of what pins
+an update.
 """
 
 
 def pytest_configure(config: pytest.Config) -> None:
     """Adds these flags where campaigns are left out, before anything uses JAX."""
+    if not hasattr(config, "workerinput"):  # in the process that starts the workers
+        config.pluginmanager.register(LastWords())
     flags = os.environ["XLA_FLAGS"]  # of the caller, or of a process that has added them
     if "not campaign" in config.option.markexpr and "xla_backend_optimization_level" not in flags:
-        os.environ["XLA_FLAGS"] = " ".join([flags, *COMPILED_FAST])
+        os.environ["XLA_FLAGS"] = " ".join([flags, *xla_flags.known(COMPILED_FAST)])
 
 
 LONGEST = ("test_docs_code.py", "test_examples.py")
@@ -113,13 +127,20 @@ def _combinations(values: Iterable[tuple[int, str]], size: int) -> set[tuple[obj
     return set(itertools.combinations(named, min(size, len(named))))
 
 
+def pytest_runtest_setup() -> None:
+    """Names the stores again: a test in which one was started may put the environment back."""
+    for store in _STORES:
+        os.environ.update(store.environment)
+
+
 @pytest.fixture(scope="session")
 def gcs() -> Iterator[Store]:
     """Google's Cloud Storage on this machine, for all tests of a process."""
     from tests import object_stores  # which not every environment can start
 
-    with object_stores.gcs() as store:
+    with object_stores.gcs(_GCS) as store:
         os.environ.update(store.environment)
+        _STORES.append(store)
         yield store
 
 
@@ -128,6 +149,7 @@ def s3() -> Iterator[Store]:
     """Amazon's S3 on this machine, for all tests of a process."""
     from tests import object_stores  # which not every environment can start
 
-    with object_stores.s3() as store:
+    with object_stores.s3(_S3) as store:
         os.environ.update(store.environment)
+        _STORES.append(store)
         yield store

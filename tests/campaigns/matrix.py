@@ -33,6 +33,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
+from benchmarks import xla_flags
 from tests.campaigns import children, command
 
 DEVICES = 8
@@ -173,9 +174,15 @@ def table(rows: Sequence[dict[str, Any]]) -> str:
     return "\n\n".join([classes, command.table(head, lines), left_out])
 
 
+def isa_flags(names: Sequence[str]) -> list[str]:
+    """The XLA flags under which no later instruction set than each of some is used."""
+    return [f"--xla_cpu_max_isa={name}" for name in names]
+
+
 def add_elsewhere(rows: list[dict[str, Any]], arguments: argparse.Namespace, folder: Path) -> None:
     """Replays under other flags, and by another interpreter, as was asked for."""
-    wanted = [(f"isa {isa}", f"--xla_cpu_max_isa={isa}", sys.executable) for isa in arguments.isa]
+    flags_of = dict(zip(arguments.isa, isa_flags(arguments.isa), strict=True))
+    wanted = [(f"isa {isa}", flags, sys.executable) for isa, flags in flags_of.items()]
     wanted += [(flags, flags, sys.executable) for flags in arguments.flags]
     if arguments.other_python:
         wanted.append(("other python", "", arguments.other_python))
@@ -214,6 +221,9 @@ def main() -> None:
         files = [json.loads(path.read_text()) for path in arguments.table]
         print(table([each for file in files for each in file["rows"]]))
         return
+    for flag in [*isa_flags(arguments.isa), *arguments.flags]:
+        if not xla_flags.accepts([flag]):
+            parser.error(f"expected flags that this XLA knows, found {flag}. Leave it out.")
     options = {} if arguments.pin is None else {"pin": arguments.pin}
     if arguments.child:
         seeds = [int(each) for each in arguments.child.split(",")]

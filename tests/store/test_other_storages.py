@@ -171,7 +171,7 @@ def test_a_look_at_all_steps_of_a_store_reads_each_manifest_once(monkeypatch):
         return read(self, key, *span)
 
     monkeypatch.setattr(KvStore, "read", noted)
-    assert [each.delta_count for each in roots.steps_of(root)] == [0, 1]
+    assert [len(each.lineage.deltas) for each in roots.steps_of(root)] == [0, 1]
     assert len(reads) == len({*reads}) == 2
 
 
