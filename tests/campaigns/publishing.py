@@ -58,10 +58,15 @@ def weights_of(version: int) -> dict[str, np.ndarray]:
     return found
 
 
+_running: set[int] = set()
+"""Processes that were started and not waited for."""
+
+
 def _forked(run: Callable[[], Any]) -> int:
     """Starts a process that has imported all that this one has."""
     pid = os.fork()
     if pid:
+        _running.add(pid)
         return pid
     code = 1
     try:
@@ -73,6 +78,20 @@ def _forked(run: Callable[[], Any]) -> int:
         sys.stdout.flush()
         sys.stderr.flush()
         os._exit(code)
+
+
+def _ended(pid: int, options: int = 0) -> int | None:
+    """A process's status once it ended, or nothing where it was not to be waited for."""
+    found, status = os.waitpid(pid, options)
+    if not found:
+        return None
+    _running.discard(pid)
+    return status
+
+
+def _kill(pid: int) -> None:
+    os.kill(pid, signal.SIGKILL)
+    _ended(pid)
 
 
 def publish(root: Path, line: int, until: Callable[[int], bool]) -> None:
@@ -157,10 +176,6 @@ class Trials:
     def _pause(self, most_s: float = 0.3) -> None:
         time.sleep(self._random.uniform(0.0, most_s))
 
-    def _ended(self, pid: int) -> None:
-        os.kill(pid, signal.SIGKILL)
-        os.waitpid(pid, 0)
-
     def _wait_for_versions(self) -> None:
         """Waits until somebody has published something since, or a moment has passed."""
         folder, end_s = self.root / "versions", time.monotonic() + 10
@@ -183,20 +198,22 @@ class Trials:
         elif fault == "two":
             other = self._begun()
             self._pause(0.6)
-            self._ended(other)
+            _kill(other)
         elif fault == "stopped":  # and wakes up when others have gone on
             os.kill(pid, signal.SIGSTOP)
             other = self._begun(lambda made: made >= 12)
-            os.waitpid(other, 0)
+            _ended(other)
             os.kill(pid, signal.SIGCONT)
             self._pause(0.2)
         elif fault == "prune":
             self._prune()
-        self._ended(pid)
+        _kill(pid)
         self.done[fault] += 1
 
     def _files(self, *folders: str) -> list[Path]:
-        return sorted(x for each in folders for x in (self.root / each).rglob("*") if x.is_file())
+        # Publishers delete folders meanwhile, which `Path.rglob` takes for an error.
+        found = [each for name in folders for each in os.walk(self.root / name)]
+        return sorted(Path(folder, file) for folder, _, files in found for file in files)
 
     def _damage(self, fault: str) -> None:
         kinds = ("deltas", "parts", "versions", "bases", "leaves", "publishers")
@@ -226,8 +243,7 @@ class Trials:
     def healed(self) -> int:
         """Publishes until there is a base at the end; gives the newest version's number."""
         pid = self._begun(lambda made: made >= 2 * BASE_EVERY)
-        _, status = os.waitpid(pid, 0)
-        assert status == 0, "the last publisher failed"
+        assert _ended(pid) == 0, "the last publisher failed"
         publisher = Publisher(self.root)
         version = publisher.version
         publisher.close()
@@ -250,7 +266,7 @@ def campaign(directory: Path, count: int, seed: int, minutes: float = math.inf) 
     trials, start_s = Trials(directory, seed), time.monotonic()
     for number in command.trials(count, minutes):
         trials.trial(FAULTS[number % len(FAULTS)])
-        if os.waitpid(observer, os.WNOHANG)[0]:
+        if _ended(observer, os.WNOHANG) is not None:
             raise AssertionError("the process that follows ended")
     goal = trials.healed()
     (directory / "orders.new").write_text(str(goal))
@@ -261,7 +277,7 @@ def campaign(directory: Path, count: int, seed: int, minutes: float = math.inf) 
     is_stuck = not report.exists()
     if is_stuck:
         orders.write_text("-1")
-    os.waitpid(observer, 0)
+    _ended(observer)
     found = json.loads(report.read_text())
     return {
         "trials": dict(trials.done),
@@ -276,7 +292,11 @@ def main() -> int:
     """Reads the command line, and prints what was found."""
     options = command.parser(__doc__, count=1000, seed=0, minutes=math.inf).parse_args()
     with tempfile.TemporaryDirectory() as directory:
-        found = campaign(Path(directory), options.count, options.seed, options.minutes)
+        try:
+            found = campaign(Path(directory), options.count, options.seed, options.minutes)
+        finally:  # whoever reads what this one prints waits for all who could print there
+            for pid in [*_running]:
+                _kill(pid)
     return command.finish(found, [*found["wrong"], *["stuck"] * found["stuck"]])
 
 
