@@ -22,9 +22,15 @@ from __future__ import annotations
 
 import contextlib
 import errno
+import logging
 import os
 import re
-from collections.abc import Iterator, Sequence
+import sys
+import traceback
+from collections.abc import Iterable, Iterator
+from typing import Self
+
+_log = logging.getLogger(__name__)
 
 __all__ = [
     "AdaCheckError",
@@ -155,17 +161,20 @@ def tells_of_absence(error: BaseException) -> bool:
     system = system_error(cause)
     is_missing = isinstance(system, FileNotFoundError | NotADirectoryError)  # Orbax gives no errno
     is_missing |= system is not None and system.errno == errno.ESTALE
-    return is_missing or "NOT_FOUND: " in str(cause) or tells_of_absence(cause)
+    # Of a description in a file that is just going tensorstore reads nothing, which is no JSON.
+    is_missing |= any(each in str(cause) for each in ("NOT_FOUND: ", "Invalid JSON"))
+    return is_missing or tells_of_absence(cause)
 
 
 def first_line(error: BaseException) -> str:
     """As much of another library's error as fits into a message of ours."""
-    text = str(error).split("\n", maxsplit=1)[0]
-    return re.split(r" \[(?:tensorstore_spec|http_response_)", text, maxsplit=1)[0][:300]
+    end = r"\n| \[(?:tensorstore_spec|http_response_)"
+    return re.split(end, str(error), maxsplit=1)[0][:300].rstrip(".")
 
 
-def listed(names: Sequence[str], most: int = 20) -> str:
+def listed(given: Iterable[str], most: int = 20) -> str:
     """The first of some names, and the count of the others."""
+    names = [*given]
     more = f", and {len(names) - most} more" if len(names) > most else ""
     return ", ".join(names[:most]) + more
 
@@ -193,3 +202,78 @@ def storage_named(where: object) -> Iterator[None]:
             f"{where}: expected to write it, found: {system.strerror or error} ({detail}). Earlier "
             "steps are as they were. Make room or mend the disk; training may go on."
         ) from error
+
+
+class Closing:
+    """A part of a class that is closed: no error under which that is done is hidden by another one.
+
+    An error that leaves a ``with`` block is raised as it is, and one of closing is its note.
+    """
+
+    _around: int | None = None
+    """Identity of the error that was being handled where the block began."""
+
+    def __enter__(self) -> Self:
+        self._around = id(sys.exception())
+        return self
+
+    def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
+        if error is not None:
+            self._around = None
+        with noted_by(error):
+            self.close()
+
+    def close(self) -> None:
+        """Closes it, in :meth:`closing`."""
+        raise NotImplementedError
+
+    @contextlib.contextmanager
+    def closing(self) -> Iterator[bool]:
+        """Gives True if an error is under way: nothing is waited for long, and it stays visible.
+
+        Called where an error is handled, ``close`` cannot know if that leaves: it raises its own,
+        and a traceback shows the other one before it.
+        """
+        first = sys.exception()
+        if first is None or id(first) == self._around:
+            yield False
+            return
+        try:
+            yield True
+        except Exception as error:
+            _show_before(first, error)
+            raise
+
+
+@contextlib.contextmanager
+def noted_by(first: BaseException | None) -> Iterator[None]:
+    """Makes an error a note of an earlier one, which is raised, and logs it."""
+    try:
+        yield
+    except Exception as error:
+        if first is None:
+            raise
+        if error is not first:
+            told = "".join(traceback.format_exception_only(error)).strip()
+            first.add_note(f"While it was closed: {told}")
+            _log.error("%s ended a block; while it was closed: %s", type(first).__name__, told)
+
+
+def _show_before(first: BaseException, error: BaseException) -> None:
+    """Has the traceback of an error show an earlier one, also if it was raised from others."""
+    shown = [*_chain(first)]
+    if error in shown:
+        return
+    last = [each for each in _chain(error) if each not in shown][-1]
+    last.__cause__, last.__context__, last.__suppress_context__ = None, first, False
+    error.__suppress_context__ = False
+
+
+def _chain(error: BaseException | None) -> Iterator[BaseException]:
+    """An error, and those that its traceback shows before it, the latest one first."""
+    seen = list[BaseException]()
+    while error is not None and error not in seen:
+        seen.append(error)
+        yield error
+        hidden = None if error.__suppress_context__ else error.__context__
+        error = hidden if error.__cause__ is None else error.__cause__

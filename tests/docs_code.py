@@ -29,7 +29,7 @@ PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
 QUICK_START = "README.md"
 
 LANGUAGES = ("python", "sh", "toml", "json", "text", "mermaid")
-DIFFERENCE_IS_TOLD = ("diff", "bisect", "compare")
+DIFFERENCE_IS_TOLD = ("diff", "bisect")
 """Commands whose exit code 1 is an answer."""
 
 _BLOCK = re.compile(

@@ -186,6 +186,8 @@ class RestoreInfo:
             that step. All others are as ``rounded`` says.
         replica: device whose replica was saved, such as ``"gpu:3"``, where replicas that are
             declared equal were not; empty where they were equal, or were not compared.
+        converted: data types that leaves were saved in and were asked for, by leaf path, where
+            they differ: all were verified as saved, and then cast. Integers keep their values.
         source: ``"storage"``; or by ``restore_newest`` and ``recover`` ``"memory"``, where all that
             this process needs lay in files that it found itself, else ``"memory of others"``.
     """
@@ -197,9 +199,10 @@ class RestoreInfo:
     verified: bool = True
     stale: Mapping[str, int] = field(default_factory=dict)
     replica: str = ""
+    converted: Mapping[str, tuple[str, str]] = field(default_factory=dict)
     source: Source = "storage"
 
     @property
     def exact(self) -> bool:
-        """True if every bit is known to be the one that was trained."""
+        """True if every bit is known to be as trained, before ``converted`` leaves are cast."""
         return self.verified and not self.rounded and not self.stale

@@ -6,7 +6,7 @@ import contextlib
 import importlib.metadata
 import os
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 
 from etils import epath
@@ -92,7 +92,8 @@ def root_path(root: AnyPath | str) -> epath.Path:
     """A root as Orbax takes it: absolute, ``~`` being the user's home, or a URL.
 
     Raises:
-        StorageError: a URL of another kind, or one that a ``pathlib.Path`` has mangled.
+        StorageError: a URL of another kind, or one that a ``pathlib.Path`` has mangled; a path that
+            is read otherwise in some places; or no directory is, or can be, there.
         TypeError: it is no path.
     """
     if not isinstance(root, str | os.PathLike | Location):
@@ -105,7 +106,34 @@ def root_path(root: AnyPath | str) -> epath.Path:
         text = os.path.expanduser(text)
     place = located(text)
     _refuse_misread(place)
+    if at(place).on_file_system and (why := _nearest(Path(str(place)))[1]):
+        raise StorageError(
+            f"{place}: expected a directory as the root, or nothing yet, but {why}. Nothing was "
+            "made or read; give checkpoint_manager another root, or mend this one."
+        )
+    located(at(place).resolve())
     return epath.Path(str(place))
+
+
+def expect_names(root: epath.Path, step: str, items: Iterable[str]) -> None:
+    """Refuse names of items by which no directory in a step can be called.
+
+    Args:
+        root: the root.
+        step: name of a step, or its beginning.
+        items: names of items.
+
+    Raises:
+        ValueError: a name is several, or none.
+        StorageError: a name has a character that is read otherwise in some places.
+    """
+    for name in items:
+        if name in ("", ".", "..") or "/" in name:
+            raise ValueError(
+                f"expected items with names of directories, found {name!r}. Nothing was made; give "
+                "the item a name without a slash."
+            )
+        located(f"{root}/{step}/{name}")
 
 
 def needs_commit_file(root: epath.Path) -> bool:
@@ -153,10 +181,19 @@ def check_writable(directory: AnyPath) -> None:
 
 def _why_unwritable(directory: AnyPath) -> str:
     """Why a directory cannot be made on a disk; empty if it can, by what its permissions say."""
-    existing = Path(str(roots.committed_path(directory))).parent
-    while not existing.exists():
-        existing = existing.parent
-    if not existing.is_dir():
-        return f"{existing} is a file"
+    existing, why = _nearest(Path(str(roots.committed_path(directory))).parent)
     is_writable = os.access(existing, os.W_OK | os.X_OK)
-    return "" if is_writable else f"{existing} is not writable"
+    return why or ("" if is_writable else f"{existing} is not writable")
+
+
+def _nearest(path: Path) -> tuple[Path, str]:
+    """The first of a path and its parents that exists, and why it is no directory; empty if it is.
+
+    A link that leads nowhere exists: nothing can be made in its place.
+    """
+    while not (path.exists() or path.is_symlink()):
+        path = path.parent
+    if path.is_dir():
+        return path, ""
+    led = f"a link to {os.readlink(path)}, where nothing is" if not path.exists() else "a file"
+    return path, f"{path} is {led}"

@@ -14,15 +14,15 @@ import jax.core
 import numpy as np
 import orbax.checkpoint as ocp
 
-from adacheck_jax.device import trees
+from adacheck_jax.device import transfer, trees
 from adacheck_jax.device.trees import PyTree
 from adacheck_jax.errors import MismatchError
 
 _MAX_STEP = 2**63 - 1
-_NO_NUMBERS = frozenset("OUSmM")
-"""Kinds of numpy arrays that hold objects, texts or dates."""
-_NOT_STORABLE = frozenset({"int1", "uint1", "float6_e2m3fn", "float6_e3m2fn", "float8_e4m3"})
-"""Data types that tensorstore 0.1.86 does not store."""
+_KNOWN = int | float | np.ndarray | np.generic | jax.Array
+"""Types of leaves that Orbax stores."""
+_LOSING = (jax.core.Tracer, np.ma.MaskedArray)
+"""Those of them that would lose something: all values, or the mask."""
 
 
 def step_number(
@@ -130,9 +130,11 @@ def checked_state(state: PyTree, save_args: PyTree | None = None) -> PyTree:
     if save_args is not None:
         args = treedef.flatten_up_to(save_args)
     alike = {
-        path: np.asarray(leaf, trees.dtype_of(leaf))
+        path: array.astype(trees.native(array.dtype), copy=False)
         for path, leaf in leaves.items()
-        if _is_like_an_array(leaf) or not _is_native(getattr(leaf, "dtype", None))
+        if (not isinstance(leaf, _KNOWN) and hasattr(leaf, "__array__"))
+        or not getattr(getattr(leaf, "dtype", None), "isnative", True)
+        for array in (np.asanyarray(leaf),)
     }
     for (path, leaf), arg in zip(leaves.items(), args, strict=True):
         _check_leaf(path, alike.get(path, leaf))
@@ -171,37 +173,37 @@ def apply_casts(state: PyTree, save_args: PyTree | None) -> tuple[PyTree, PyTree
     Returns:
         The state to be stored, ``save_args`` without the casts, and the leaf paths of the leaves
         that were cast.
+
+    Raises:
+        MismatchError: a data type cannot be stored, or an integer does not fit into it.
     """
     if save_args is None:
         return state, None, frozenset()
     leaves, treedef = trees.flatten(state)
-    rest, cast = [], set()
+    rest, casts = [], dict[str, tuple[Any, Any]]()
     for (path, leaf), arg in zip(leaves.items(), treedef.flatten_up_to(save_args), strict=True):
         dtype = None if arg is None or arg.dtype is None else trees.native(np.dtype(arg.dtype))
         if dtype is not None and dtype != trees.dtype_of(leaf):
-            cast.add(path)
-            leaves[path] = (leaf if hasattr(leaf, "astype") else np.asarray(leaf)).astype(dtype)
+            if transfer.is_key(leaf):
+                raise MismatchError(
+                    f"leaf {path}: expected SaveArgs without dtype for a typed PRNG key, found "
+                    f"{dtype}. Nothing was saved; leave it out for this leaf."
+                )
+            if not transfer.is_storable(dtype):
+                raise transfer.unsupported(path, jax.ShapeDtypeStruct((), dtype))
+            casts[path] = leaf if hasattr(leaf, "astype") else np.asarray(leaf), dtype
         rest.append(None if arg is None else dataclasses.replace(arg, dtype=None))
-    stored = trees.unflatten(treedef, leaves.values())
+    transfer.expect_fitting(casts, "save_args")
+    cast = {path: transfer.cast(*each) for path, each in casts.items()}
+    stored = trees.unflatten(treedef, (leaves | cast).values())
     return stored, trees.unflatten(treedef, rest), frozenset(cast)
-
-
-def _is_like_an_array(leaf: Any) -> bool:
-    known = isinstance(leaf, int | float | np.ndarray | np.generic | jax.Array)
-    return not known and hasattr(leaf, "__array__")
 
 
 @functools.lru_cache(maxsize=1024)
 def _is_storable(kind: type, dtype: Any) -> bool:
     """True if :func:`_check_leaf` accepts a leaf of this type under any name."""
-    known = issubclass(kind, int | float | np.ndarray | np.generic | jax.Array)
-    is_number = getattr(dtype, "kind", "") not in _NO_NUMBERS and str(dtype) not in _NOT_STORABLE
-    is_array = known and is_number and _is_native(dtype)
-    return is_array and not issubclass(kind, jax.core.Tracer)
-
-
-def _is_native(dtype: Any) -> bool:
-    return trees.native(dtype) is dtype
+    is_known = issubclass(kind, _KNOWN) and (dtype is None or transfer.is_storable(dtype))
+    return is_known and trees.native(dtype) is dtype and not issubclass(kind, _LOSING)
 
 
 def _check_leaf(path: str, leaf: Any) -> None:
@@ -211,22 +213,10 @@ def _check_leaf(path: str, leaf: Any) -> None:
             "grad, vmap or scan, and has no values yet. Nothing was saved; save what the traced "
             "function returns."
         )
-    is_text = getattr(getattr(leaf, "dtype", None), "kind", "") in _NO_NUMBERS
-    if is_text or not isinstance(leaf, int | float | np.ndarray | np.generic | jax.Array):
-        kind = f"an array of {leaf.dtype}" if is_text else type(leaf).__name__
-        raise MismatchError(
-            f"Unsupported type: leaf {path}: expected an array or a number, found {kind}. Nothing "
-            "was saved; save it as another item beside the state, or leave it out."
-        )
+    if not _is_storable(type(leaf), getattr(leaf, "dtype", None)):
+        raise transfer.unsupported(path, leaf)
     if not path:
         raise MismatchError(
             'expected keys with names, found a leaf under the key "" at the top, which Orbax '
             "stores under no name. Nothing was saved; rename the key."
-        )
-    dtype = str(trees.dtype_of(leaf))
-    if dtype in _NOT_STORABLE:
-        raise MismatchError(
-            f"leaf {path}: expected a data type that arrays are stored in, found {dtype}, which "
-            "tensorstore does not know. Nothing was saved; cast it (to float8_e4m3fn, int2 or "
-            "float16), or save its bits: jax.lax.bitcast_convert_type(leaf, jax.numpy.uint8)."
         )

@@ -80,11 +80,16 @@ def checkpoint_manager(
 
     Raises:
         ValueError: options that contradict each other, or cannot be kept; the message names them.
-        StorageError: a URL of another kind, or one that a ``pathlib.Path`` has mangled.
+        StorageError: a URL of another kind, or one that a ``pathlib.Path`` has mangled; a path that
+            is read otherwise in some places, as one with a backslash is; or no directory can be
+            there.
     """
     place, usual = directories.root_path(root), NEWEST if options is None else None
     options = options or ocp.CheckpointManagerOptions()
     _refuse(options, item, items or {})
+    format_ = options.step_name_format
+    step = format_.build_name(0) if format_ else options.step_prefix or ""
+    directories.expect_names(place, step, [item, *(items or {})])
     rules = {name: each for name in _RULES if (each := getattr(options, name)) is not None}
     newest = rules.get("max_to_keep", usual) if isinstance(max_to_keep, _Unsaid) else max_to_keep
     keep = shared_policy(

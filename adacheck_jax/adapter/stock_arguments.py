@@ -9,10 +9,10 @@ from collections.abc import Sequence
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 import orbax.checkpoint as ocp
 
+from adacheck_jax.device import transfer
 from adacheck_jax.device.trees import PyTree
 
 
@@ -47,11 +47,11 @@ def _wanted(leaf: Any, arg: ocp.RestoreArgs | None) -> Any:
     kind = arg.restore_type
     if kind in (int, float) and not np.shape(leaf):
         return kind(0)
-    dtype = arg.dtype if arg.dtype is not None else getattr(leaf, "dtype", None)
+    is_key = transfer.is_key(leaf)  # of which Orbax tells type and shape of the elements
+    dtype = getattr(leaf, "dtype", None) if arg.dtype is None or is_key else arg.dtype
     if dtype is None or kind not in (jax.Array, np.ndarray):
         return leaf
     if kind is np.ndarray:
-        is_key = jnp.issubdtype(dtype, jax.dtypes.extended)
         return leaf if is_key else np.broadcast_to(np.zeros((), dtype), np.shape(leaf))
     if not isinstance(arg, ocp.ArrayRestoreArgs):
         return jax.ShapeDtypeStruct(np.shape(leaf), dtype, sharding=getattr(leaf, "sharding", None))
@@ -60,8 +60,10 @@ def _wanted(leaf: Any, arg: ocp.RestoreArgs | None) -> Any:
             "restore_args: expected strict=True, found ArrayRestoreArgs(strict=False). Nothing was "
             "restored; truncate and pad with RestoreArgs(strict=False), for all leaves."
         )
-    shape = np.shape(leaf) if arg.global_shape is None else arg.global_shape
-    return jax.ShapeDtypeStruct(shape, dtype, sharding=_sharding(leaf, arg))
+    shape = np.shape(leaf) if arg.global_shape is None or is_key else arg.global_shape
+    wanted = jax.ShapeDtypeStruct(shape, dtype, sharding=_sharding(leaf, arg))
+    described = [getattr(leaf, name, None) for name in ("shape", "dtype", "sharding")]
+    return leaf if described == [wanted.shape, wanted.dtype, wanted.sharding] else wanted
 
 
 def _sharding(leaf: Any, arg: ocp.ArrayRestoreArgs) -> Any:

@@ -103,7 +103,7 @@ class TrainingRun:
     def _follow(self, restored: Restored, consent: Consent | None) -> None:
         """Notes a restored step, which the next save may follow."""
         if restored.lineage is None:
-            self.note_stock(restored.directory)
+            self.note_stock(restored.directory, restored.info)
             return
         self.restored = restored.info
         if restored.times is not None:
@@ -117,10 +117,10 @@ class TrainingRun:
             else:
                 resumer.forget()
 
-    def note_stock(self, directory: AnyPath) -> None:
+    def note_stock(self, directory: AnyPath, info: RestoreInfo | None = None) -> None:
         """Note that a step was restored that stock Orbax saved: the next save is a base."""
         _log.warning("%s: stock Orbax saved this step: it was read, and not verified.", directory)
-        self.restored = stock_info(directory)
+        self.restored = info or stock_info(directory)
         self.lines.saver_of(roots.place_of(directory)).resumer.forget()
 
     @jax_settings.own()

@@ -27,7 +27,7 @@ from adacheck_jax.device import fingerprint, jax_settings, transfer, trees
 from adacheck_jax.device.fingerprint import ReplicaSums
 from adacheck_jax.device.lead import DeviceGrid, Lead, nearest
 from adacheck_jax.device.sharding import Holder, holders_of
-from adacheck_jax.errors import ReplicaError
+from adacheck_jax.errors import ReplicaError, listed
 from adacheck_jax.format.boxes import Box
 from adacheck_jax.format.manifest import Leaf
 
@@ -87,12 +87,10 @@ class Divergence:
         spans = zip(self.box.start, self.box.stop, strict=True)
         where = f"{self.path}[{', '.join(f'{a}:{b}' for a, b in spans)}]"
         pairs = zip(self.devices, self.processes, strict=True)
-        listed = [f"{device} (process {process})" for device, process in pairs]
-        more = f" and {len(listed) - 8} more" if len(listed) > 8 else ""
-        names = ", ".join(listed[:8]) + more
+        names = listed((f"{device} (process {process})" for device, process in pairs), 8)
         if self.is_tie:
             return f"{where}: the {self.replica_count} replicas on {names} differ, with no majority"
-        verb = "differs" if len(listed) == 1 else "differ"
+        verb = "differs" if len(self.devices) == 1 else "differ"
         return f"{where}: {names} {verb} from {self.agreeing_count} replicas that agree"
 
 

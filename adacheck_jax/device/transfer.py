@@ -16,11 +16,16 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from adacheck_jax.device import trees
 from adacheck_jax.device.lead import Ranks, nearest
 from adacheck_jax.device.loops import programs
 from adacheck_jax.device.sharding import Holder, holder_of, is_on_one_device_here
-from adacheck_jax.errors import StorageError
+from adacheck_jax.errors import MismatchError, StorageError, listed
 from adacheck_jax.format.boxes import Blocks, Box
+from adacheck_jax.format.manifest import ITEMSIZES_BYTES, NOT_STORED
+
+KEY_TYPES = {"key<fry>": "threefry2x32", "key<rbg>": "rbg", "key<urbg>": "unsafe_rbg"}
+"""Data types of typed PRNG keys, and the implementation that makes each: JAX's own."""
 
 
 def raw(leaf: Any) -> Any:
@@ -32,11 +37,7 @@ def raw(leaf: Any) -> Any:
 
 def keyed(data: Any, like: Any) -> Any:
     """Plain elements as a leaf: typed PRNG keys of another leaf's kind if that has keys."""
-    if not is_key(like):
-        return data
-    impls: list[Any] = []
-    jax.eval_shape(lambda key: impls.append(jax.random.key_impl(key)), like)
-    return jax.random.wrap_key_data(data, impl=impls[0])
+    return keys_of(data, str(like.dtype)) if is_key(like) else data
 
 
 def keys_of(data: Any, key_type: str) -> Any:
@@ -45,13 +46,11 @@ def keys_of(data: Any, key_type: str) -> Any:
     Raises:
         StorageError: no implementation of JAX's own has it.
     """
-    names = ("threefry2x32", "rbg", "unsafe_rbg")
-    for name in names:
-        if str(jax.eval_shape(lambda n=name: jax.random.key(0, impl=n)).dtype) == key_type:
-            return jax.random.wrap_key_data(data, impl=name)
+    if key_type in KEY_TYPES:
+        return jax.random.wrap_key_data(data, impl=KEY_TYPES[key_type])
     raise StorageError(
-        f"expected typed PRNG keys of {', '.join(names)}, found {key_type}. Restore or export the "
-        "other leaves alone."
+        f"expected typed PRNG keys of {', '.join(KEY_TYPES.values())}, found {key_type}. Restore "
+        "or export the other leaves alone."
     )
 
 
@@ -59,6 +58,80 @@ def is_key(leaf: Any) -> bool:
     """True if a leaf is a typed PRNG key array."""
     dtype = getattr(leaf, "dtype", None)
     return dtype is not None and jnp.issubdtype(dtype, jax.dtypes.prng_key)
+
+
+def is_storable(dtype: Any) -> bool:
+    """True if elements of a data type can be stored, and made anew."""
+    name = str(dtype)
+    return (name in ITEMSIZES_BYTES and name not in NOT_STORED) or name in KEY_TYPES
+
+
+def unsupported(path: str, leaf: Any) -> MismatchError:
+    """The error of a leaf that cannot be stored."""
+    without = ", ".join(sorted(NOT_STORED))
+    found, dtype = f"a {type(leaf).__name__}", getattr(leaf, "dtype", None)
+    if dtype is not None and not isinstance(leaf, np.ma.MaskedArray):
+        found = f"an array of {dtype}"
+    elif isinstance(leaf, int):
+        found = f"the number {leaf}"
+    return MismatchError(
+        f"Unsupported type: leaf {path}: expected an array or a number, of booleans, integers and "
+        f"floats of at most 64 bits, or complex numbers of at most 128 (and not {without}), or "
+        f"typed PRNG keys of JAX's own; found {found}. Nothing was saved; cast it, save its bits "
+        "(view of numpy, jax.lax.bitcast_convert_type, jax.random.key_data), save it as another "
+        "item beside the state, or leave it out."
+    )
+
+
+def placement_of(leaf: Any) -> Any:
+    """Place that an abstract leaf asks for: ``np.ndarray`` for the host, a sharding, or None."""
+    if isinstance(leaf, np.ndarray | np.generic | int | float | complex):
+        return np.ndarray
+    sharding = getattr(leaf, "sharding", None)
+    return sharding if isinstance(sharding, jax.sharding.Sharding) else None
+
+
+def expect_fitting(casts: Mapping[str, tuple[Any, Any]], where: object) -> None:
+    """Raise MismatchError unless all integers fit into the data types that they are cast to.
+
+    Args:
+        casts: leaves, of which this process's shards are looked at, and data types of their kinds,
+            by leaf path.
+        where: file, directory or argument, for the message.
+    """
+    bad = [
+        f"{path}: {number} ({own} as {dtype})"
+        for path, (leaf, dtype) in casts.items()
+        if trees.are_integers(own := trees.dtype_of(leaf), dtype) and trees.loses(own, dtype)
+        for number in _outside(leaf, dtype)
+    ]
+    if bad:
+        raise MismatchError(
+            f"{where}: expected integers that fit into the data types asked for, found others in "
+            f"{len(bad)} leaves: {listed(bad)}. Nothing was saved or returned; ask for wider "
+            "types, or for those that were saved: of numpy arrays of 64 bits jax.eval_shape makes "
+            "32, so put the arrays themselves into an abstract state."
+        )
+
+
+def _outside(leaf: Any, dtype: Any) -> list[int]:
+    """An integer of a leaf that another data type does not have; none if it has all of them."""
+    info, blocks = jnp.iinfo(dtype), [leaf]
+    if isinstance(leaf, jax.Array):
+        blocks = [each.data for each in leaf.addressable_shards if not each.replica_id]
+    for block in map(np.asarray, blocks):
+        wide = block.astype(np.uint64 if block.dtype == np.uint64 else np.int64)
+        for number in (int(wide.min(initial=0)), int(wide.max(initial=0))):
+            if not info.min <= number <= info.max:
+                return [number]
+    return []
+
+
+def cast(leaf: Any, dtype: Any) -> Any:
+    """An array in another data type of its kind; numpy has no casts between some small ones."""
+    if not isinstance(leaf, jax.Array) and leaf.dtype.itemsize == jnp.dtype(dtype).itemsize == 1:
+        leaf = leaf.astype(np.int16 if jnp.issubdtype(dtype, jnp.integer) else np.float32)
+    return leaf.astype(dtype)
 
 
 def on_accelerator(array: Any) -> bool:
@@ -72,6 +145,10 @@ Pick = tuple[Box, int | None, tuple[slice, ...]]
 """A box, the position of the addressable shard to take it from, and the slices of that shard.
 
 The position is None if the array lies on one device, so that it is its own shard."""
+
+
+Replacing = Callable[[int, Box, np.ndarray], np.ndarray]
+"""Gives another block for a leaf index, a box and its block."""
 
 
 def picks_of(array: Any, wanted: Sequence[Box], ranks: Ranks | None = None) -> tuple[Pick, ...]:
@@ -172,6 +249,11 @@ class Staged(Arriving):
                 self._arrays[index] = None
             return self._blocks[index]
 
+    def replace(self, index: int, by: Replacing) -> None:
+        """Replaces each block of an array."""
+        with self._lock:
+            self._blocks[index] = {box: by(index, box, x) for box, x in self[index].items()}
+
     def popitem(self) -> tuple[int, Blocks]:
         """Takes out the blocks of one array."""
         with self._lock:
@@ -193,6 +275,11 @@ class Joined(Arriving):
 
     def __getitem__(self, index: int) -> Blocks:
         return self._groups[index][index]
+
+    def replace(self, index: int, by: Replacing) -> None:
+        """Replaces each block of an array, if that is staged."""
+        if isinstance(group := self._groups[index], Staged):
+            group.replace(index, by)
 
 
 class Merged(Arriving):
@@ -361,3 +448,27 @@ def moved(array: jax.Array, sharding: jax.sharding.Sharding) -> jax.Array:
     whole = np.asarray(array.addressable_data(0))
     wanted = jax.ShapeDtypeStruct(array.shape, array.dtype, sharding=sharding)
     return place(wanted, lambda box: whole[box.slices])
+
+
+def like(array: Any, wanted: Any) -> Any:
+    """An array, uncommitted if the one in whose place it is put is: JAX takes it to any devices.
+
+    On CPU devices it keeps its memory.
+    """
+    if not (isinstance(array, jax.Array) and isinstance(wanted, jax.Array)) or wanted.committed:
+        return array
+    if not array.committed or array.sharding != wanted.sharding or len(array.devices()) > 1:
+        return array
+    plain, (device,) = raw(array), array.devices()
+    with jax.default_device(device), jax.enable_x64(True):
+        if on_accelerator(plain) and not trees.is_narrow(
+            plain.dtype
+        ):  # which jax lays out as it calls
+            return keyed(_uncommitting(plain.shape, plain.dtype, device)(plain), array)
+        return keyed(jax.device_put(np.asarray(plain)), array)
+
+
+@functools.lru_cache(maxsize=1024)
+def _uncommitting(shape: Sequence[int], dtype: Any, _default_device: Any) -> Any:
+    """A copying program: what is compiled without shardings returns uncommitted arrays."""
+    return jax.jit(jnp.copy).lower(jax.ShapeDtypeStruct(shape, dtype)).compile()

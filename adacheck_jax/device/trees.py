@@ -1,4 +1,4 @@
-"""Pytrees and leaf paths.
+"""Pytrees, leaf paths, and data types of leaves.
 
 A *leaf path* is the slash-joined key of one leaf: ``params/layer_0/kernel``, ``opt_state/1/mu``.
 It does not depend on the container's type, so the path of a leaf in a ``TrainState`` equals its
@@ -99,12 +99,42 @@ def native(dtype: Any) -> Any:
     return dtype if getattr(dtype, "isnative", True) else dtype.newbyteorder("=")
 
 
+def is_same_kind(a: str, b: str) -> bool:
+    """True if a cast between two data types changes precision or range alone, as Orbax's casts."""
+    try:
+        pair = jnp.dtype(a), jnp.dtype(b)
+    except TypeError:  # of typed PRNG keys, or of another library
+        return a == b
+    kinds = (jnp.floating, jnp.complexfloating, jnp.bool_)
+    return are_integers(*pair) or any(all(jnp.issubdtype(x, k) for x in pair) for k in kinds)
+
+
+def are_integers(*dtypes: Any) -> bool:
+    """True if all of some data types are of integers."""
+    return all(jnp.issubdtype(each, jnp.integer) for each in dtypes)
+
+
+def loses(dtype: Any, other: Any) -> bool:
+    """True if a data type has numbers that another one of its kind does not have."""
+    a, b = _info(dtype), _info(other)
+    if a is None or are_integers(dtype):
+        return a is not None and (a.min < b.min or a.max > b.max)
+    is_finer = float(a.smallest_subnormal) < float(b.smallest_subnormal)
+    return is_finer or a.nmant > b.nmant or float(a.max) > float(b.max)
+
+
+def _info(dtype: Any) -> Any:
+    """Limits of a data type's numbers; None for booleans."""
+    if are_integers(dtype):
+        return jnp.iinfo(dtype)
+    return jnp.finfo(dtype) if jnp.issubdtype(dtype, jnp.inexact) else None
+
+
 @functools.cache
 def is_narrow(dtype: Any) -> bool:
     """True if elements have less than a byte."""
-    if jnp.issubdtype(dtype, jnp.integer):
-        return jnp.iinfo(dtype).bits < 8
-    return jnp.issubdtype(dtype, jnp.floating) and jnp.finfo(dtype).bits < 8
+    info = _info(dtype)
+    return info is not None and info.bits < 8
 
 
 def check_same_leaves(

@@ -7,11 +7,18 @@ in a background thread.
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable
 from typing import Any
 
-import numba
 import numpy as np
+
+# Numba colours its error messages where colorama is installed. For each, also for those that it
+# only keeps, colorama swaps sys.stdout and sys.stderr: here in a background thread, while the
+# program may have put streams of its own there, which would be closed.
+os.environ.setdefault("NUMBA_DISABLE_ERROR_MESSAGE_HIGHLIGHTING", "1")
+
+import numba
 from numba import types
 from numba.core import cgutils
 from numba.extending import intrinsic

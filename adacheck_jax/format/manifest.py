@@ -37,6 +37,8 @@ ITEMSIZES_BYTES = {
 Other names are refused: numpy takes many more (``object``, ``V8``), and tensorstore ends the
 process on some (``r16``).
 """
+NOT_STORED = frozenset({"int1", "uint1", "float6_e2m3fn", "float6_e3m2fn", "float8_e4m3"})
+"""Those of them that tensorstore 0.1.86 does not store."""
 
 
 class Encoding(StrEnum):

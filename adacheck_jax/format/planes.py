@@ -57,7 +57,7 @@ def choose_difference(pairs: Iterable[tuple[np.ndarray, np.ndarray]]) -> Encodin
     Returns:
         ``SAME`` if no bit changed in any block, else the encoding with the smallest estimate.
     """
-    words = [(words_of(new), words_of(old)) for new, old in pairs]
+    words = [(words_of(new), words_of(old)) for new, old in pairs if new is not old]
     changed = [(new, old) for new, old in words if not np.array_equal(new, old)]
     if not changed:
         return Encoding.SAME

@@ -167,7 +167,9 @@ def compared(
         ShadowFileError: a leaf has another fingerprint, or storage another state of the step.
     """
     abstract, treedef = jax.tree.flatten(abstract_state)
-    made = advance([like(i, leaf) for i, leaf in enumerate(abstract)])
+    made = [*advance([like(i, leaf) for i, leaf in enumerate(abstract)])]
+    for i, leaf in enumerate(abstract):
+        made[i] = transfer.like(made[i], leaf)
     state = jax.tree.unflatten(treedef, made)
     leaves = [
         np.asarray(leaf, structure.leaves[i].dtype) if _is_number(leaf) else leaf

@@ -95,14 +95,14 @@ class ShadowThread:
         begun: ShadowStep,
         *,
         is_restored: bool = False,
-    ) -> None:
-        """Takes the state from a base, or from a restored step.
+    ) -> Sequence[Future[None]]:
+        """Takes the state from a base, or from a restored step; what reads it until it is done.
 
         A run that is being saved stays where it is: most steps that it restores are looked at, and
         not gone on from.
         """
         if is_restored and self.stays:
-            return
+            return ()
         copy = self._state
         self._follows_saves = not is_restored
         if self._peers is not None:
@@ -113,8 +113,9 @@ class ShadowThread:
         if copy is not None:
             copy.is_lost = False
             self._loaded = self._thread.submit(copy.load, begun)
-        else:
-            self._miss(begun.number)
+            return (self._loaded,)
+        self._miss(begun.number)
+        return ()
 
     @property
     def stays(self) -> bool:
@@ -346,6 +347,7 @@ class Proof:
         self._shadow, self._own, self._follow = shadow, own, follow
         self._found: _Sums | None = None
         self._copies: tuple[Mapping[int, Blocks], Future[Copies]] | None = None
+        self._copying: Future[Copies] | None = None
 
     def copied(self, others: Mapping[int, Blocks]) -> Future[Copies]:
         """Has the state be copied when the shadow is at the step, before it goes on.
@@ -362,13 +364,15 @@ class Proof:
             self._found = self._follow(change)
             if self._copies is not None:
                 self._shadow.copy(self._own, *self._copies)
-                self._copies = None
+                (_, self._copying), self._copies = self._copies, None
 
     def sums(self) -> dict[int, int] | None:
         """This process's contribution to the fingerprints of the leaves that are compared; waits.
 
         None if the shadow is at another step.
         """
+        if self._copying is not None:
+            self._copying.exception()  # till then others' arrays are read
         return None if self._found is None else self._found.result()
 
     def end(self) -> None:

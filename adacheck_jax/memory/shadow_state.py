@@ -353,7 +353,7 @@ class ShadowState(Followed):
                     mine, own = self._fold.blocks(i), self.held.own.get(i, ())
                     blocks[i] = {box: np.array(mine[box]) for box in own}
             elif i in others:
-                blocks[i] = others[i]
+                blocks[i] = {box: np.array(x) for box, x in others[i].items()}
             elif process in leaf.owners:
                 return None
         return blocks

@@ -65,7 +65,7 @@ class Checker(Protocol):
         """True if checks need not wait for a compiler."""
         ...
 
-    def witness(self, arrays: Sequence[Any], step: int) -> Witness:
+    def witness(self, arrays: Sequence[Any], step: int, *, is_restored: bool = False) -> Witness:
         """Takes a witness of a base, or of a restored state; waits for the state."""
         ...
 

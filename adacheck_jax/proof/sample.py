@@ -45,7 +45,7 @@ class Sampling:
         """True if checks need not wait for a compiler."""
         return self._next is not None and self._next.is_ready
 
-    def witness(self, arrays: Sequence[Any], step: int) -> Witness:
+    def witness(self, arrays: Sequence[Any], step: int, *, is_restored: bool = False) -> Witness:
         """Takes a witness of a base, or of a restored state; waits for the state."""
         samples = self._next = self._for_next(arrays)
         sample = samples.take(arrays, samples.sites.starts_at(step), is_before=True)

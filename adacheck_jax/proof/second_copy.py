@@ -36,7 +36,7 @@ class Following:
         """True if checks need not wait for a compiler."""
         return self._fold is not None
 
-    def witness(self, arrays: Sequence[Any], step: int) -> Witness:
+    def witness(self, arrays: Sequence[Any], step: int, *, is_restored: bool = False) -> Witness:
         """Takes a witness of a base, or of a restored state; waits for the state."""
         own = (*self._structure.arguments[0], *self._structure.arguments[1])
         copy = _Copy(self._together(arrays, own))

@@ -9,7 +9,7 @@ from __future__ import annotations
 import logging
 import threading
 import time
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -294,16 +294,22 @@ class _Targets:
         self.wanted = {path: _abstract(path, leaf) for path, leaf in named.items()}
 
     def check(self, leaves: Leaves, where: object) -> None:
-        """Compares what is wanted with what was published: paths and shapes.
+        """Compares what is wanted with what was published: paths, shapes and kinds of numbers.
 
         Raises:
             MismatchError: they differ.
         """
+        published = {each.path: each.dtype for each in leaves.leaves}
+
+        def described(path: str, dtype: str, shape: Sequence[int]) -> str:
+            own = published.get(path, dtype)
+            return f"{own if trees.is_same_kind(dtype, own) else dtype}{[*shape]}"
+
         trees.check_same_leaves(
-            {each.path: str([*each.shape]) for each in leaves.leaves},
-            {path: str([*each.shape]) for path, each in self.wanted.items()},
+            {each.path: described(each.path, each.dtype, each.shape) for each in leaves.leaves},
+            {path: described(path, str(x.dtype), x.shape) for path, x in self.wanted.items()},
             where=f"{where}: published params, and those to follow them",
-            remedy="Follow with the params' own paths and shapes.",
+            remedy="Follow with the params' own paths and shapes, and types of their kinds.",
             words=("published", "asked for"),
         )
 
@@ -321,10 +327,15 @@ class _Targets:
         return dict(zip(chosen, made, strict=True))
 
     def cast(self, path: str, array: jax.Array) -> jax.Array:
-        """An array in the data type that is wanted."""
+        """An array in the data type that is wanted.
+
+        Raises:
+            MismatchError: integers do not fit into it.
+        """
         wanted = self.wanted[path]
         if array.dtype == wanted.dtype:
             return array
+        transfer.expect_fitting({path: (array, wanted.dtype)}, "published params")
         return jax.device_put(array.astype(wanted.dtype), wanted.sharding)
 
     def tree(self, leaves: Mapping[str, jax.Array]) -> Any:

@@ -20,7 +20,7 @@ from adacheck_jax.device import jax_settings, transfer, trees
 from adacheck_jax.device.fingerprint import Contributions
 from adacheck_jax.device.lead import grid_of
 from adacheck_jax.device.sharding import distinct_boxes
-from adacheck_jax.errors import MismatchError, StorageError, first_line
+from adacheck_jax.errors import Closing, MismatchError, StorageError, first_line, listed
 from adacheck_jax.format.manifest import ITEMSIZES_BYTES
 from adacheck_jax.format.one_process import OneProcess
 from adacheck_jax.publish import root as roots
@@ -30,11 +30,13 @@ from adacheck_jax.publish.weights import Weights
 from adacheck_jax.publish.writing import Published, Writer
 from adacheck_jax.store.storage.location import AnyPath
 
+_HASTE_S = 5.0
+"""Seconds for which versions are waited for while an error is under way."""
 _WAITING = 1
 """Versions that wait in host memory while the one before them is written."""
 
 
-class Publisher:
+class Publisher(Closing):
     """The one who publishes weights to a root, in the background.
 
     It takes the root over from a publisher that had it, and goes on after the newest version. Close
@@ -148,7 +150,15 @@ class Publisher:
                 index, blocks = staged.popitem()
                 for box, block in blocks.items():
                     made.arrays[index][box.slices] = block
-            return self._writer.write(version, made, [sums[i] for i in sorted(sums)])
+            found = made.fingerprints()
+            changed = [x.path for i, x in enumerate(leaves.leaves) if found[i] != sums[i]]
+            if changed:
+                raise MismatchError(
+                    f"{self._root}: expected params that stay as they are until version {version} "
+                    f"is written, found that {listed(changed, 5)} changed: not published. "
+                    "Call wait() before you change memory of numpy's that they lie in."
+                )
+            return self._writer.write(version, made, found)
 
     def wait(self) -> Published | None:
         """Waits until all versions are durable.
@@ -167,23 +177,24 @@ class Publisher:
     def close(self) -> None:
         """Waits until all versions are durable, and ends; raises as :meth:`wait`.
 
+        While an error is under way it waits for some seconds alone, and that error stays visible.
         In a child that was forked it does nothing: the versions are its parent's.
         """
         if self._process.is_elsewhere:
             return
-        with self._lock:
+        with self.closing() as in_haste, self._lock:
+            late = concurrent.futures.wait(self._jobs, _HASTE_S if in_haste else None).not_done
             try:
+                if late:
+                    raise StorageError(
+                        f"{self._root}: expected the versions on their way to be durable soon, "
+                        "found that storage does not answer. The end of the process waits for them."
+                    )
                 if not self._is_closed:
                     self.wait()
             finally:
                 self._is_closed = True
-                self._thread.shutdown()
-
-    def __enter__(self) -> Publisher:
-        return self
-
-    def __exit__(self, *error: object) -> None:
-        self.close()
+                self._thread.shutdown(wait=not late)
 
     def _await(self, most: int) -> None:
         """Waits until at most so many versions are on their way; raises an error of one, once."""

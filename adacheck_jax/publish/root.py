@@ -60,7 +60,7 @@ class Root:
     """
 
     def __init__(self, path: str | AnyPath) -> None:
-        self.top: Location = at(located(path) if isinstance(path, str) else path)
+        self.top: Location = at(located(path))
 
     def __str__(self) -> str:
         return str(self.top)

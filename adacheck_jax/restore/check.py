@@ -5,11 +5,12 @@ from __future__ import annotations
 from collections.abc import Collection, Sequence
 from typing import Any
 
+import jax
 import jax.numpy as jnp
 
-from adacheck_jax.device import fingerprint, jax_settings, transfer
+from adacheck_jax.device import fingerprint, transfer
 from adacheck_jax.errors import IntegrityError, MismatchError, listed
-from adacheck_jax.format.manifest import BaseManifest
+from adacheck_jax.format.manifest import Leaf
 from adacheck_jax.restore.working_set import is_abstract
 from adacheck_jax.store.steps.lineage import Lineage
 from adacheck_jax.store.storage.location import AnyPath
@@ -17,17 +18,10 @@ from adacheck_jax.update import program as update_program
 
 ROUNDING = 1e-6
 """Change that another order of sums makes in one update, relative to a leaf's largest value."""
-_NARROWED = {
-    "complex128": "complex64",
-    "float64": "float32",
-    "int64": "int32",
-    "uint64": "uint32",
-}
-"""Data types that jax makes of those with 64-bit elements where it makes none."""
 
 
-def check_types(leaves: Sequence[Any], base: BaseManifest, where: AnyPath) -> None:
-    """Compare shapes and data types of the leaves of a base with its manifest.
+def check_types(leaves: Sequence[Any], specs: Sequence[Leaf], where: AnyPath) -> None:
+    """Compare shapes and data types of the leaves of a base with those of its manifest.
 
     Orbax takes shapes, data types and key types from files that no checksum protects.
 
@@ -36,12 +30,12 @@ def check_types(leaves: Sequence[Any], base: BaseManifest, where: AnyPath) -> No
         IntegrityError: names every leaf of another shape or data type.
     """
     wrong, narrowed = list[str](), list[str]()
-    for spec, leaf in zip(base.leaves, leaves, strict=True):
+    for spec, leaf in zip(specs, leaves, strict=True):
         if hasattr(leaf, "dtype"):
             found = f"{leaf.dtype}{list(leaf.shape)}"
             if found != spec.description:
-                is_narrowed = str(leaf.dtype) == _NARROWED.get(spec.dtype)
-                told = narrowed if is_narrowed and not jax_settings.x64_enabled() else wrong
+                made = jax.dtypes.canonicalize_dtype(spec.dtype)  # of 32 bits in place of 64
+                told = narrowed if spec.dtype != str(made) == str(leaf.dtype) else wrong
                 told.append(f"{spec.path}: expected {spec.description}, found {found}")
     if narrowed:
         raise MismatchError(

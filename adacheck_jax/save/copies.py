@@ -1,8 +1,13 @@
-"""Copies of a state, taken before the caller may donate it."""
+"""Copies of a state, taken before the caller may donate it.
+
+On CPU devices some are views until the save has ended, and the arrays may lie in memory that the
+caller fills anew after that. So what is read later is copied behind the caller's back
+(:func:`detach`), and what is stored is fingerprinted as it was stored (:func:`look`).
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from types import MappingProxyType
 from typing import Any
@@ -12,10 +17,13 @@ import numpy as np
 
 from adacheck_jax.device import fingerprint, transfer
 from adacheck_jax.device.transfer import Joined, Merged, Staged
-from adacheck_jax.format.boxes import Blocks
+from adacheck_jax.format.boxes import Blocks, Box
+from adacheck_jax.format.byte_loops import Fingerprints
+from adacheck_jax.format.fingerprint import combine
 from adacheck_jax.format.manifest import Leaf
 from adacheck_jax.plan.save_plan import SavePlan
 from adacheck_jax.state.snapshot import Snapshot
+from adacheck_jax.store import equality
 
 _COPIED_BYTES = 1 << 18
 """Largest leaf that is copied where it could be viewed."""
@@ -35,15 +43,17 @@ class HostCopies:
         fingerprints: the fingerprints, perhaps still being computed.
         counters: the update counters, by leaf index, of a speculative plan; perhaps given later.
         seconds: boxes of other processes of which this one's shadow keeps copies.
+        viewed: leaves that are viewed where the caller has them.
         waiting: what reads the state until it returns.
     """
 
     staged: Joined
     spare: Mapping[int, Blocks]
-    kept: Mapping[int, Blocks]
+    kept: Staged
     fingerprints: fingerprint.Contributions
     counters: Mapping[int, Any]
     seconds: Mapping[int, Blocks]
+    viewed: Collection[int]
     waiting: list[Callable[[], Any]]
 
     @property
@@ -76,6 +86,7 @@ def take_copies(
     counters = structure.counts if plan.is_speculative else ()
     copies, viewed = _copied(snapshot, plan, {*counters, *arrays.keys() - summing.placed.keys()})
     owned, held = copies is not None, {**arrays, **(copies or {})}
+    viewed = viewed if owned or structure.on_accelerator else arrays.keys()
     kept = frozenset(plan.kept)
     groups = [plan.kept, tuple(i for i in plan.stored if i not in kept)]
     staged = [Staged({i: held[i] for i in each}, structure.picks) for each in groups]
@@ -104,7 +115,7 @@ def take_copies(
         waiting.append(others.wait)
     if not owned:
         waiting.append(spare.wait)
-    return HostCopies(joined, spare, staged[0], fingerprints, values, others, waiting)
+    return HostCopies(joined, spare, staged[0], fingerprints, values, others, viewed, waiting)
 
 
 def _copied(
@@ -131,6 +142,28 @@ def _copied(
     if is_computed and not copying.is_compiled():
         return None, ()  # each is viewed until one program is compiled for all
     return copying.copies(dict(enumerate(snapshot.arrays))), viewed
+
+
+def detach(
+    copies: HostCopies, leaves: Iterable[int], known: Mapping[int, Blocks] = NOTHING
+) -> None:
+    """Copies what is viewed of some kept leaves, unless the same bits are ``known``."""
+
+    def copied(i: int, box: Box, block: np.ndarray) -> np.ndarray:
+        own = known.get(i, {}).get(box)
+        return own if own is not None and equality.same_bits(own, block) else np.array(block)
+
+    for i in copies.kept.keys() & copies.viewed & {*leaves}:
+        copies.kept.replace(i, copied)
+
+
+def look(blocks: Mapping[int, Blocks], leaves: Collection[int]) -> dict[int, int]:
+    """This process's contributions to the fingerprints of some leaves, by what blocks have now."""
+    found, every = dict.fromkeys(leaves, 0), [(i, *x) for i in leaves for x in blocks[i].items()]
+    given = [(np.ascontiguousarray(x).reshape(x.shape), box.start) for _, box, x in every]
+    for (i, *_), value in zip(every, Fingerprints(given).sums(), strict=True):
+        found[i] = combine([found[i], value])
+    return found
 
 
 def cut_as_restored(saved: Sequence[Leaf], snapshot: Snapshot) -> tuple[Leaf, ...]:

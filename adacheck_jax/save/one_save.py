@@ -7,8 +7,11 @@ from concurrent.futures import Future
 from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
+
 from adacheck_jax.device import replicas
 from adacheck_jax.device.lead import Lead
+from adacheck_jax.device.transfer import Joined
 from adacheck_jax.errors import AdaCheckError, ReplicaError, StorageError
 from adacheck_jax.format.manifest import Caution, DeltaManifest, Manifest
 from adacheck_jax.plan.save_plan import SavePlan
@@ -162,6 +165,20 @@ class Save:
         """True while devices and compilers have to do with it, and not storage alone."""
         is_exporting = self.exporting is not None and not self.exporting.done()
         return is_exporting or any(each.is_moving for each in self.steps)
+
+    def detach(self) -> None:
+        """Takes what it writes out of the caller's arrays, which may change before it is written.
+
+        Raises:
+            AdaCheckError: a step is not what it was planned as.
+        """
+        for each in self.steps:
+            each.verify()
+            if self.base is None:
+                each.packed()
+        if self.base is not None and isinstance(blocks := self.base.blocks, Joined):
+            for i in blocks:
+                blocks.replace(i, lambda _index, _box, block: np.array(block))
 
     def release(self) -> None:
         """Lets go of what it would write, unless that is another save's now."""

@@ -19,20 +19,23 @@ the wait for the devices.
 
 from __future__ import annotations
 
+import concurrent.futures
 import dataclasses
 import enum
+import hashlib
 import logging
 import threading
-from collections.abc import Collection, Mapping
+from collections.abc import Callable, Collection, Mapping
 from concurrent.futures import Executor, Future
 from dataclasses import dataclass
+from typing import Any
 
 import jax
 
 from adacheck_jax.device import jax_settings
 from adacheck_jax.device.loops import programs
 from adacheck_jax.device.transfer import Joined
-from adacheck_jax.errors import AdaCheckError, ReplayError
+from adacheck_jax.errors import AdaCheckError, MismatchError, ReplayError
 from adacheck_jax.format.boxes import Blocks
 from adacheck_jax.format.manifest import Leaf
 from adacheck_jax.memory.shadow import Proof
@@ -40,8 +43,11 @@ from adacheck_jax.plan.decision import shown
 from adacheck_jax.plan.save_plan import SavePlan
 from adacheck_jax.plan.situation import Counts
 from adacheck_jax.proof.checker import Comparison, Witness
+from adacheck_jax.save import copies as host_copies
 from adacheck_jax.save.copies import NOTHING, HostCopies
+from adacheck_jax.state.exported_update import NOT_YET
 from adacheck_jax.state.snapshot import Structure
+from adacheck_jax.store import equality
 from adacheck_jax.store.delta_writer import DeltaWriter, Packed
 from adacheck_jax.store.steps.lineage import Lineage
 from adacheck_jax.update.recorder_state import count_of
@@ -124,7 +130,9 @@ class Pending(Tip):
         refused: reason why it cannot be saved, once a check has found one.
         label: name of the step in messages of background checks.
         delta: copies of what a delta stores; None for a base, and once it is packed.
-        local: copies of the leaves that every process has for itself.
+        local: digests of the leaves that every process has for itself, once it is settled.
+        dispatched: waits until programs that were dispatched for it have read its state.
+        readers: what else reads the state behind the caller's back, until it is done.
         fingerprints: the fingerprints of its state, perhaps still being computed.
         compare: comparison of a sample, or a copy, that is made behind the save; None without one.
         proof: comparison of the whole replay with the state by the shadow; None without one.
@@ -146,12 +154,19 @@ class Pending(Tip):
         before: Tip | None,
         again: Pending | None,
     ) -> None:
+        self._known = before.kept if before is not None else NOTHING
         before = None if plan.is_base else before
         depth = 0 if before is None else before.depth + 1
-        super().__init__(plan.step, depth, plan.structure.leaves, copies.kept)
-        self.plan, self.label, self.delta, self.local = plan, label, delta, local
+        kept = NOTHING if plan.update is NOT_YET else copies.kept  # the worker finds out of what
+        super().__init__(plan.step, depth, plan.structure.leaves, kept)
+        self.plan, self.label, self.delta = plan, label, delta
         self.fingerprints, self._counters = copies.fingerprints, copies.counters
         self._spare: Mapping[int, Blocks] = copies.spare
+        self._copies: HostCopies | None = copies
+        self._own, self.local, self.readers = local, dict[int, str](), list[Future[Any]]()
+        self.dispatched: Callable[[], None] = lambda: None
+        self._viewed, self._looks = frozenset(copies.viewed), dict[int, int]()
+        self._stays, self._packing = False, threading.Lock()
         self.compare: Comparison | None = None
         self.proof: Proof | None = None
         self.replayed: dict[int, int] | None = None
@@ -188,11 +203,15 @@ class Pending(Tip):
                 self._sums |= self.fingerprints.sums()
             return self._sums
 
-    def begin(self) -> None:
-        """Has the worker move the step on, behind the step before it; once."""
+    def begin(self, *, stays: bool = False) -> None:
+        """Has the worker move the step on, behind the step before it; once.
+
+        A step that ``stays`` in memory is packed there, since its arrays may change until a save.
+        """
         with self._begin_lock:
             if self._has_begun:
                 return
+            self._stays = stays
             if isinstance(self._before, Pending):
                 self._before.begin()
             self._worker.submit(self._advance)  # raises at the end of the process: nobody waits
@@ -256,6 +275,9 @@ class Pending(Tip):
             if proof is not None:
                 proof.begin(plan)
             self._move(Phase.COMPARED, plan)
+            if self._stays:
+                self.packed()
+                self.expect_unchanged()
             self._prove(plan, found, proof)
             self._move(Phase.PROVED, plan)
         except BaseException as error:
@@ -284,10 +306,24 @@ class Pending(Tip):
                 each.set_exception(reason)
 
     def _bring(self) -> None:
-        """Copies to the host what a delta stores."""
+        """Copies to the host what a delta stores, and for good what later saves read."""
+        self.dispatched()
         if (delta := self.delta) is not None:  # a save may let go of it meanwhile
             for index in delta.blocks:
                 _ = delta.blocks[index]
+        self.local = {i: _digest(blocks) for i, blocks in self._own.items()}
+        if self.plan.update is not NOT_YET:
+            self.keep(self.plan.kept)
+        self._own = NOTHING
+
+    def keep(self, leaves: Collection[int]) -> None:
+        """Takes what the next save compares with out of the state's arrays; once."""
+        if (copies := self._copies) is not None:
+            host_copies.detach(copies, leaves, self._known)
+            if self.plan.update is NOT_YET:  # as a base is written, from what they are copied from
+                self.kept = {i: copies.kept[i] for i in leaves if i in copies.kept}
+                self.look(self.kept, self.kept.keys() & self._viewed)
+        self._copies, self._known = None, NOTHING
 
     def _settled(self, counts: Counts | None = None) -> SavePlan:
         if not self.plan.is_speculative:
@@ -351,21 +387,50 @@ class Pending(Tip):
 
     def packed(self) -> Packed:
         """This process's section of a pack, made once; the copies live no longer than that."""
-        if self._packed is None:
-            if (delta := self.delta) is None:
-                raise AdaCheckError(f"step {self.step} was given up before it was written")
-            delta = dataclasses.replace(delta, candidates=self.plan.stored)
-            self._packed = delta.packed(jax.process_index(), jax.process_count())
-            self.delta = None
-        return self._packed
+        with self._packing:
+            if self._packed is None:
+                if (delta := self.delta) is None:
+                    raise AdaCheckError(f"step {self.step} was given up before it was written")
+                if self.fingerprints.holds_blocks:
+                    self.sums()  # else packing could not let go of them
+                delta = dataclasses.replace(delta, candidates=self.plan.stored)
+                self.look(delta.blocks, delta.blocks.keys() & self._viewed)
+                self._packed = delta.packed(jax.process_index(), jax.process_count())
+                self.look(delta.blocks, delta.blocks)
+                self.delta = None
+            return self._packed
+
+    def look(self, blocks: Mapping[int, Blocks], leaves: Collection[int]) -> None:
+        """Notes fingerprints of what is stored, for :meth:`expect_unchanged`."""
+        if not self.plan.structure.on_accelerator:  # there all are copies
+            found = host_copies.look(blocks, leaves)
+            # None has two of them.
+            self._looks |= {i: x if self._looks.get(i, x) == x else -1 for i, x in found.items()}
+
+    def expect_unchanged(self) -> None:
+        """Raises MismatchError if arrays changed while they were saved; waits for the devices."""
+        own = self.sums()
+        if changed := [i for i, found in self._looks.items() if found != own.get(i, found)]:
+            raise MismatchError(
+                f"{self.label}: step {self.step}: expected arrays that stay as they are until the "
+                f"save has ended, found that {few_of(self.plan.structure, changed)} changed "
+                "meanwhile. On CPU devices an array made of a numpy array (jnp.asarray, "
+                "jax.device_put) may lie in its memory. The step is not saved, and the next one "
+                "will be a base; storage has no part in it. Wait until the save has ended "
+                "(wait_until_finished) before you change such memory, or save a copy (jnp.array)."
+            )
+
+    def leave_arrays(self) -> None:
+        """Waits until nothing reads the state's arrays any more."""
+        for each in self.readers:  # the last of which another one adds
+            concurrent.futures.wait([each])
 
     def release(self) -> None:
         """Lets go of all that was taken of the state."""
         packed, self._packed = self._packed, None
         if packed is not None:
             packed.give_back()
-        self.delta, self.local, self._is_released = None, {}, True
-        self._spare = NOTHING
+        self.delta, self._is_released, self._spare = None, True, NOTHING
         if not self._has_begun:
             if self.proof is not None:
                 self.proof.end()
@@ -389,3 +454,11 @@ def few_of(structure: Structure, leaves: Collection[int]) -> str:
     """The paths of some leaves, the first of many."""
     paths = [structure.leaves[i].path for i in leaves]
     return ", ".join(paths[:5]) + (", ..." if len(paths) > 5 else "")
+
+
+def _digest(blocks: Blocks) -> str:
+    """A digest by which processes see, without an exchange of data, whether they hold the same."""
+    digest = hashlib.sha256()
+    for _, block in sorted(blocks.items()):
+        digest.update(equality.flat_bytes(block).data)
+    return digest.hexdigest()

@@ -396,11 +396,15 @@ class Saver:
         self._has_gap = False
         return planner.settle_last_deferred() if waits else ""
 
+    def finish(self) -> None:
+        """Waits until nothing of deferred steps is in the caller's arrays any more."""
+        self._stager.finish()
+
     def close(self) -> None:
         """Tells of deferred steps that are not saved; another manager may still save them."""
         self._bases.close()
         tell_given_up([each.step for each in self._planner.line.deferred], "a manager is closed")
-        self._stager.finish()
+        self.finish()
         self._shadow.close()
 
     def _enter(self, *, is_save: bool) -> None:

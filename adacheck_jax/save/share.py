@@ -6,9 +6,9 @@ or they do not agree, all of them raise, instead of one that raises while the ot
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import functools
-import hashlib
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
@@ -17,14 +17,13 @@ import jax
 
 from adacheck_jax.device.lead import Lead
 from adacheck_jax.errors import AdaCheckError, storage_named
-from adacheck_jax.format.boxes import Blocks
 from adacheck_jax.format.manifest import Caution
 from adacheck_jax.plan.situation import BackgroundFacts
 from adacheck_jax.save import validation
 from adacheck_jax.save.attempt import SHARES, Report
 from adacheck_jax.save.one_save import Agreed, Save
 from adacheck_jax.save.pending import Pending
-from adacheck_jax.store import claims, delta_writer, equality, links
+from adacheck_jax.store import claims, delta_writer, links
 from adacheck_jax.store.base_writer import ArrayLayout
 from adacheck_jax.store.steps import folders, manifest_file
 from adacheck_jax.store.steps import lineage as lineages
@@ -46,6 +45,9 @@ def write(save: Save, directory: AnyPath, layout: ArrayLayout) -> None:
         save.before_commit()
     except Exception as error:
         save.error = error
+        if save.is_kept:
+            with contextlib.suppress(AdaCheckError):  # told to who asks if it is kept
+                save.detach()
         deferred = [each.step for each in save.steps[:-1]]
         if isinstance(error, AdaCheckError) and deferred and not save.is_kept:
             raise type(error)(
@@ -89,10 +91,7 @@ def _write(save: Save, directory: AnyPath, layout: ArrayLayout) -> Report:
     for each in save.steps:
         each.begin()
     for each in save.steps:
-        has_spare = each.settled().spare
-        if each.fingerprints.holds_blocks:
-            each.sums()  # else packing could not let go of them
-        if has_spare:
+        if each.settled().spare:
             each.compared()  # else it would be told too late what is stored after all
     report: Report = {
         "is_base": base is not None,
@@ -106,7 +105,13 @@ def _write(save: Save, directory: AnyPath, layout: ArrayLayout) -> Report:
     written: Sequence[dict[str, Any]] = [{}]
     if base is not None:
         sums = save.own.sums()  # by which an earlier base's unchanged files are found
-        report |= base.write(directory, process, sums, layout, save.attempt.agree)
+        written_from = {i: base.blocks[i] for i in base.blocks}  # copies may take their place
+        try:
+            report |= base.write(directory, process, sums, layout, save.attempt.agree)
+        finally:  # before anything else is blamed
+            save.own.look(written_from, written_from)
+            save.own.expect_unchanged()
+        written_from.clear()
         if process == 0:
             for platform, data in save.update.files().items():
                 program = at(directory / manifest_file.update_file(platform))
@@ -121,7 +126,9 @@ def _write(save: Save, directory: AnyPath, layout: ArrayLayout) -> Report:
             if process == 0 and save.parent and not save.links:
                 _, stamp = save.parent_identity
                 looked = thread.submit(links.check_ancestors, save.parent, stamp, directory)
-            written = _write_deltas(save.steps, directory, process)
+            # Deferred steps fill the memory that they may: each is let go of as it is packed.
+            packed = [each.packed() for each in save.steps]
+            written = delta_writer.write(packed, folders.pack_in(directory, process))
             if looked is not None:
                 looked.result()
     # Devices compute fingerprints while the delta is written.
@@ -134,31 +141,18 @@ def _write(save: Save, directory: AnyPath, layout: ArrayLayout) -> Report:
         told["replayed"] = None if each.replayed is None else sorted(each.replayed.items())
     report["memory"] = save.memory(len(save.steps))
     report["check_s"] = save.clock() - begin_s
+    save.own.leave_arrays()
+    save.own.expect_unchanged()  # nor what was copied of a base for the saves behind it
     return report
-
-
-def _write_deltas(
-    steps: Sequence[Pending], directory: AnyPath, process: int
-) -> list[dict[str, Any]]:
-    # Deferred steps fill the memory that they may: each is let go of as it is packed.
-    packed = [each.packed() for each in steps]
-    return delta_writer.write(packed, folders.pack_in(directory, process))
 
 
 def _reported(save: Save, step: Pending) -> dict[str, Any]:
     """The report of one step, but for the files that were written of it."""
     sums = step.sums()
+    step.expect_unchanged()
     return {
         "replicas": save.replicas.part(step.fingerprints.replicas),
         "unhealed": step.plan.unhealed,
         "fingerprints": [value for _, value in sorted(sums.items())],
-        "local": [(i, _digest(blocks)) for i, blocks in sorted(step.local.items())],
+        "local": sorted(step.local.items()),
     }
-
-
-def _digest(blocks: Blocks) -> str:
-    """A digest by which processes see, without an exchange of data, whether they hold the same."""
-    digest = hashlib.sha256()
-    for _, block in sorted(blocks.items()):
-        digest.update(equality.flat_bytes(block).data)
-    return digest.hexdigest()

@@ -108,6 +108,7 @@ class Stager:
         with gathering.open():  # on accelerators a sample is dispatched at once, and all with it
             self._compare(snapshot, course, own)
         gathering.dispatch()  # before other threads take turns with this one
+        own.dispatched = gathering.wait
         return course, own, copies
 
     def _taken(self, snapshot: Snapshot, course: Course, label: str) -> tuple[Pending, HostCopies]:
@@ -156,7 +157,7 @@ class Stager:
             step = _shadow_step(snapshot, own, copies, structure.touched, received)
             if planned.update is NOT_YET:
                 return step
-            self._shadow.start(structure, planned.update, step)
+            own.readers.extend(self._shadow.start(structure, planned.update, step))
         return None
 
     def _pending(
@@ -254,6 +255,7 @@ class Stager:
         """
         structure, arithmetic = snapshot.structure, Arithmetic.current()
         planner, held = self._planner, None
+        readers = tip.readers if isinstance(tip, Pending) else []
         if not structure.on_accelerator:
             held = [transfer.held(each) for each in snapshot.arrays]
 
@@ -265,25 +267,26 @@ class Stager:
                     update = planner.updates.of(structure)
                     if replays(update, self._options):
                         if step is not None:  # first, since a sample depends on what it proves
-                            self._shadow.start(structure, update, step, is_restored=is_restored)
+                            begun = structure, update, step
+                            readers.extend(self._shadow.start(*begun, is_restored=is_restored))
                             is_begun = True
                         if held is not None and update.engine != "identity":
                             arrays = [each() for each in held]
-                        found = planner.checker_of(structure, update).witness(arrays, tip.step)
+                        checker = planner.checker_of(structure, update)
+                        found = checker.witness(arrays, tip.step, is_restored=is_restored)
                 finally:
                     if step is not None and not is_begun:
                         self._shadow.miss(tip.step, is_restored=is_restored)
-                if not is_restored:
+                if isinstance(tip, Pending):
                     wrong = planner.distrust.leaves_of(structure)
-                    wanted = kept(structure, update, wrong, self._options, replayable=True)
-                    copies = tip.kept
-                    tip.kept = {i: copies[i] for i in wanted if i in copies}
+                    tip.keep(kept(structure, update, wrong, self._options, replayable=True))
                 return found
 
         if held is None:
             tip.witness = witness()
         else:
             tip.preparing = self.worker.submit(witness)
+            readers.append(tip.preparing)
 
     def base_writer(self, course: Course, copies: HostCopies, directory: AnyPath) -> BaseWriter:
         """The writer of this process's part of a base."""

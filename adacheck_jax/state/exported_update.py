@@ -16,6 +16,7 @@ import jax.numpy as jnp
 
 from adacheck_jax.device.background import in_background
 from adacheck_jax.device.jax_settings import Arithmetic
+from adacheck_jax.errors import listed
 from adacheck_jax.format.manifest import Leaf, Update
 from adacheck_jax.state.snapshot import Structure
 from adacheck_jax.update import exactness, exported_program
@@ -314,8 +315,7 @@ def _not_sampled(paths: list[str]) -> str:
 
 
 def _few(paths: list[str]) -> str:
-    shown = ", ".join(paths[:3]) + (", ..." if len(paths) > 3 else "")
-    return f"{len(paths)} {'leaf' if len(paths) == 1 else 'leaves'} ({shown})"
+    return f"{len(paths)} {'leaf' if len(paths) == 1 else 'leaves'} ({listed(paths, 3)})"
 
 
 def _abstract(leaf: Leaf) -> jax.ShapeDtypeStruct:

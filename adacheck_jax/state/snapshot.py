@@ -403,7 +403,10 @@ def leaves_of(
     """
     paths = {path for each in bindings for path in each.consumed}
     consumed = frozenset(i for i, path in enumerate(named) if path in paths)
-    itemsizes_bytes = [_itemsize_bytes(path, a) for path, a in zip(named, arrays, strict=True)]
+    for path, leaf in named.items():
+        if not transfer.is_storable(trees.dtype_of(leaf)):
+            raise transfer.unsupported(path, leaf)
+    itemsizes_bytes = [array.dtype.itemsize for array in arrays]
     shares = ownership.share_out(layouts, itemsizes_bytes, consumed)
     return tuple(
         Leaf(
@@ -483,12 +486,3 @@ def _signature(leaf: Any, array: Any) -> Any:
         others = (getattr(where.spec, name, None) for name in ("reduced", "unreduced"))
         where = (where.mesh, axes, where.memory_kind, *others)
     return (tuple(array.shape), str(array.dtype), where, transfer.is_key(leaf))
-
-
-def _itemsize_bytes(path: str, array: Any) -> int:
-    if array.dtype == object or array.dtype.kind in "USmM":
-        raise MismatchError(
-            f"leaf {path}: expected numbers of at most 64 bits, found the data type {array.dtype}. "
-            "Nothing was saved; save it as a JSON item beside the state, or leave it out."
-        )
-    return array.dtype.itemsize

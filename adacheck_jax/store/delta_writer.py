@@ -112,9 +112,10 @@ class DeltaWriter:
             )
 
         wanted = (self.leaves, letters, sizes)  # a step restored onto other devices is cut anew
-        if self.encodings.planned is None or self.encodings.planned[0] != wanted:
-            self.encodings.planned = wanted, plan_with(())
-        plan = self.encodings.planned[1]
+        planned = self.encodings.planned  # another thread may pack a later step
+        if planned is None or planned[0] != wanted:
+            planned = self.encodings.planned = wanted, plan_with(())
+        plan = planned[1]
         aliases = self._aliases(plan.extents)
         if aliases:
             plan = plan_with(aliases)

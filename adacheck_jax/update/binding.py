@@ -17,12 +17,11 @@ import optax
 
 from adacheck_jax.device import trees
 from adacheck_jax.device.trees import PyTree
-from adacheck_jax.errors import RecorderError, first_line
+from adacheck_jax.errors import RecorderError, first_line, listed
 from adacheck_jax.update.derived import DerivedTree, bound_trees
 from adacheck_jax.update.params_search import (
     LeafType,
     covering,
-    few,
     leaf_types,
     matched_paths,
     named_root,
@@ -165,8 +164,8 @@ def bind_all(
         raise RecorderError(
             "AdaCheckHandler has a recorder, but the saved state holds no Recorder's state. "
             "Expected the optimizer state of a chain that contains this very Recorder; found the "
-            f"leaves {few(leaves)}. Save the optimizer state too, or build the handler without "
-            "a recorder."
+            f"leaves {listed(leaves, 6)}. Save the optimizer state too, or build the handler "
+            "without a recorder."
         )
     _check_prefixes(recorders, nodes, "recorder")
     if isinstance(params_path, Mapping):
@@ -253,7 +252,7 @@ def _derived_below(
             _log.warning(
                 "The Recorder at %r has a derived tree %r, but the saved state has no such leaf "
                 "path: %s. Name it as the saved state does.",
-                *(node.prefix, name, few(leaves)),
+                *(node.prefix, name, listed(leaves, 6)),
             )
         else:
             found[name] = paths_under(root, leaves)

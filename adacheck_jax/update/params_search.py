@@ -11,7 +11,7 @@ from collections.abc import Collection, Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 from adacheck_jax.device import trees
-from adacheck_jax.errors import RecorderError
+from adacheck_jax.errors import RecorderError, listed
 from adacheck_jax.update.recorder_state import RecorderNode
 
 _WRAPPER_SUFFIX = "/value"  # nnx.State keeps every array under one more key of this name
@@ -220,8 +220,8 @@ def pick(relative: Sequence[str], available: Mapping[str, str], what: str) -> tu
     if missing:
         raise RecorderError(
             f"{len(missing)} leaves of the {what} that the update takes are not in the saved "
-            f"state: expected {few(missing)}; found {few(available)}. Save the whole train "
-            "state, or name the params with params_path."
+            f"state: expected {listed(missing, 6)}; found {listed(available, 6)}. Save the whole "
+            "train state, or name the params with params_path."
         )
     return tuple(matched[path] for path in relative)
 
@@ -254,9 +254,3 @@ def covering(by_prefix: Mapping[str, Any], prefix: str) -> Any:
 def quoted(names: Iterable[str]) -> str:
     """Sorted names in quotes, for a message."""
     return ", ".join(repr(name) for name in sorted(names))
-
-
-def few(names: Iterable[str]) -> str:
-    """The first names, for a message."""
-    names = list(names)
-    return ", ".join(names[:6]) + (", ..." if len(names) > 6 else "")

@@ -1,15 +1,18 @@
 """What a save refuses, before it writes anything."""
 
+import functools
+
 import jax
 import jax.numpy as jnp
 import numpy as np
 import orbax.checkpoint as ocp
 import pytest
+from jax.extend.random import define_prng_impl
 
 import adacheck_jax as adacheck
 from adacheck_jax.adapter import inputs
 from adacheck_jax.errors import MismatchError
-from adacheck_jax.format.manifest import ITEMSIZES_BYTES
+from adacheck_jax.format.manifest import ITEMSIZES_BYTES, NOT_STORED
 from adacheck_jax.store.steps.roots import steps_of
 from tests.support import assert_same_bits, dict_run, host_copy, manager_of, mesh_of, save_steps
 
@@ -29,6 +32,21 @@ def donated_state():
     return {"x": array, "key": key}
 
 
+def other_key():
+    """A typed key of an implementation that is not JAX's own."""
+    zeros = lambda *shape: jnp.zeros(shape, jnp.uint32)  # noqa: E731
+    made = define_prng_impl(
+        key_shape=(2,),
+        seed=lambda _: zeros(2),
+        split=lambda _, shape: zeros(*shape, 2),
+        random_bits=lambda _, bits, shape: zeros(*shape),
+        fold_in=lambda key, _: key,
+        name="other",
+        tag="other",
+    )
+    return jax.random.wrap_key_data(zeros(2), impl=made)
+
+
 BAD_STATES = {
     "donated": (
         donated_state,
@@ -37,13 +55,31 @@ BAD_STATES = {
     "nothing": (lambda: None, "expected a pytree with arrays in it, found NoneType"),
     "unnamed": (lambda: {"": X, "a": X}, 'found a leaf under the key ""'),
     "traced": (traced_state, "leaf x: expected an array, found a tracer"),
-    "text": (lambda: {"x": X, "name": "adam"}, "Unsupported type: leaf name: .* found str"),
+    "text": (lambda: {"x": X, "name": "adam"}, "Unsupported type: leaf name: .* found a str"),
     "texts": (lambda: {"x": np.array(["a"])}, "Unsupported type: leaf x: .* an array of <U1"),
-    "wide": (lambda: {"x": X, "n": 2**70}, "leaf n: expected numbers of at most 64 bits"),
-    "float8": (
-        lambda: {"x": np.zeros(3, jnp.float8_e4m3)},
-        r"leaf x: .* found float8_e4m3, .* cast it \(to float8_e4m3fn",
-    ),
+    "wide": (lambda: {"x": X, "n": 2**70}, f"leaf n: .* found the number {2**70}"),
+    "key": (lambda: {"x": X, "key": other_key()}, "leaf key: .* found an array of key<other>"),
+} | {
+    name: (
+        functools.partial(dict, x=X, bad=leaf),
+        rf"leaf bad: expected an array .* found a.* {name}",
+    )
+    for name, leaf in {
+        "float8_e4m3": np.zeros(3, jnp.float8_e4m3),
+        "float6_e2m3fn": np.zeros((), "float6_e2m3fn"),
+        "float128": np.longdouble(1) / 3,
+        "complex256": np.ones(2, np.clongdouble),
+        r"\|V4": np.zeros(2, "V4"),
+        r"\|V3": np.void(b"abc"),
+        "object": np.array(None),
+        "datetime64": np.zeros(2, "datetime64[s]"),
+        "timedelta64": np.timedelta64(1, "s"),
+        "StringDType": np.array(["a"], np.dtypes.StringDType()),
+        r"\(numpy.record, ": np.rec.array([(1, 2.0)], dtype=[("a", "i4"), ("b", "f4")]),
+        "MaskedArray": np.ma.array([1.0, 2.0], mask=[False, True]),
+        r"\[\('float0'": np.zeros(3, jax.dtypes.float0),
+        "complex": 1j,
+    }.items()
 }
 
 
@@ -65,6 +101,44 @@ def test_a_state_that_cannot_be_stored(tmp_path, name):
         assert manager.restore(3).keys() == {"x"}
     assert [step.step for step in steps_of(tmp_path)] == [1, 3]
     assert (tmp_path / "3/default/adacheck/lineage").exists()  # a delta: nothing was given up
+
+
+def test_v1_refuses_what_cannot_be_stored_and_goes_on(tmp_path):
+    with adacheck.v1.checkpointer(tmp_path) as checkpointer:
+        for name in ("float128", "complex256", r"\|V4", "datetime64", "object", "MaskedArray"):
+            state, message = BAD_STATES[name]
+            bad = jax.tree.map(np.atleast_1d, state()) if name == "float128" else state()
+            with pytest.raises(MismatchError, match=message):
+                checkpointer.save(1, bad)
+            assert not (tmp_path / "1").exists()
+        checkpointer.save(1, {"x": X})
+        assert checkpointer.load(1).keys() == {"x"}
+
+
+@pytest.mark.parametrize(
+    ("leaf", "dtype", "message"),
+    [
+        (np.ones(2), np.longdouble, "Unsupported type: leaf x: .* found an array of float128"),
+        (
+            np.array([1, 300]),
+            np.int8,
+            r"save_args: .* x: 300 \(int64 as int8\)\. Nothing was saved",
+        ),
+        (jnp.array([-5, 1]), jnp.uint32, r"x: -5 \(int32 as uint32\)"),
+        (300, np.uint8, r"x: 300 \(int64 as uint8\)"),
+        (jax.random.key(0), jnp.bfloat16, "leaf x: expected SaveArgs without dtype"),
+    ],
+)
+def test_casts_at_a_save_that_would_lose_more_than_precision(tmp_path, leaf, dtype, message):
+    state, casts = {"x": leaf, "y": X}, {"x": ocp.SaveArgs(dtype=dtype), "y": None}
+    with manager_of(tmp_path, adacheck.AdaCheckHandler()) as manager:
+        with pytest.raises(MismatchError, match=message):
+            manager.save(1, args=adacheck.SaveArgs(state, save_args=casts))
+        fitting = {**state, "x": np.array([1, 100])}, {**casts, "x": ocp.SaveArgs(dtype=np.int8)}
+        manager.save(2, args=adacheck.SaveArgs(*fitting[:1], save_args=fitting[1]))
+        manager.wait_until_finished()
+        assert_same_bits(manager.restore(2)["x"], [np.array([1, 100], np.int8)])
+    assert [step.step for step in steps_of(tmp_path)] == [2]
 
 
 @pytest.mark.parametrize("has_memory", [False, True])
@@ -149,7 +223,7 @@ def test_a_relative_root_may_hold_numbers_and_keys(tmp_path, monkeypatch):
 @pytest.mark.slow
 def test_every_other_data_type_round_trips_through_bases_and_deltas(tmp_path):
     wide = {"int64", "uint64", "float64", "complex128"}
-    names = sorted(ITEMSIZES_BYTES.keys() - wide - inputs._NOT_STORABLE - {"bool"})
+    names = sorted(ITEMSIZES_BYTES.keys() - wide - NOT_STORED - {"bool"})
 
     def state(step):
         values = np.arange(24).reshape(4, 6) % 2 + step % 2

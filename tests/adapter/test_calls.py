@@ -360,9 +360,12 @@ def test_real_processes_restore_alike_or_raise_and_say_what_is_cut_off(tmp_path)
     assert leaves(Path(f"{out}-recovered.npz")) == leaves(Path(f"{out}-trained.npz"))
     told = [json.loads(Path(f"{out}-told{n}").read_text()) for n in range(2)]
     for n, each in enumerate(told):
-        differing, source, other_step = each["results"]
+        differing, source, unsigned, other_step = each["results"]
         assert "MismatchError" in differing
         assert "in process 1, not in process 0 (1): more." in differing
         assert source == ("memory", "memory of others")[n]
+        assert unsigned.startswith("MismatchError: ")
+        assert "signs: -5 (int32 as uint8)" in unsigned
+        assert ("process 1" in unsigned) == (n == 0)
         assert "found restore(3) in process 0 where process 1 called restore(2)." in other_step
     assert [x for x in told[1]["said"] if str(cut) in x and "it was cut off" in x]

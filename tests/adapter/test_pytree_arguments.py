@@ -103,6 +103,19 @@ def test_restore_args_of_stock_helpers(saved_run):
     assert jax.tree.map(lambda x: x.sharding, found) == jax.tree.map(lambda x: x.sharding, target)
 
 
+def test_restore_args_of_stock_helpers_describe_the_words_of_keys(tmp_path):
+    state = {"key": jax.random.key(3), "keys": jax.random.split(jax.random.key(4), 8)}
+    for name in ("arrays", "abstract"):
+        target = state if name == "arrays" else abstract(state)
+        args = ocp.checkpoint_utils.construct_restore_args(state)
+        with ocp.Checkpointer(adacheck.AdaCheckHandler()) as checkpointer:
+            checkpointer.save(tmp_path / name, args=adacheck.SaveArgs(state))
+            wanted = adacheck.RestoreArgs(target, restore_args=args)
+            found = checkpointer.restore(tmp_path / name, args=wanted)
+        assert [x.dtype for x in found.values()] == [x.dtype for x in state.values()]
+        assert_same_bits(found, support.host_copy(state))
+
+
 @pytest.mark.parametrize("step", [1, 2])
 def test_params_alone_through_the_arguments_of_transforms(saved_run, step):
     """As frameworks write it who load params for an evaluation."""

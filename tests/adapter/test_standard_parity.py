@@ -80,8 +80,10 @@ def test_refused_states(tmp_path, state):
 
 def test_what_can_be_seen_as_an_array_is_saved_as_one(tmp_path):
     class Tensor:
+        dtype = "of another library"
+
         def __array__(self, dtype=None, copy=None):
-            return np.arange(3.0)
+            return np.asarray(np.arange(3.0), dtype)
 
     for name, kind in (("stock", STOCK), ("ours", OURS)):
         found = restored(kind, tmp_path / name, {"a": Tensor()})
@@ -94,7 +96,7 @@ def test_devices_that_do_not_exist_here(tmp_path, monkeypatch):
     def missing(*_):
         raise ValueError("device 9 was not found")
 
-    monkeypatch.setattr(targets, "_saved_sharding", missing)
+    monkeypatch.setattr(targets.Target, "_saved_sharding", missing)
     with pytest.raises(ValueError, match="Topology mismatch detected: leaf a: it was saved"):
         restored(OURS, tmp_path / "1", None)
 

@@ -505,3 +505,24 @@ def test_boxes_of_a_host_value_are_picked_from_it_and_copied(shape, data):
     value[...] = -1
     for box, block in expected.items():
         assert (staged[box] == block).all()
+
+
+@pytest.mark.parametrize("is_read_in_place", [True, False], ids=["host", "accelerator"])
+def test_an_array_is_committed_as_another_one_is(monkeypatch, is_read_in_place):
+    """Wherever it lies, with all its bits; also where it may take another program."""
+    monkeypatch.setattr(transfer, "on_accelerator", lambda _: not is_read_in_place)
+    device = jax.devices()[2]
+    with jax.enable_x64(True):
+        values = [jnp.arange(5).astype(name) for name in ("int4", "float64", "bfloat16", "bool")]
+        values += [jax.random.key(3), jnp.full(2, jnp.nan), jnp.uint64(7)]
+        arrays = [jax.device_put(each, device) for each in values]
+        with jax.default_device(device):
+            loose = [transfer.keyed(jax.device_put(np.asarray(transfer.raw(x))), x) for x in values]
+    made = [transfer.like(*each) for each in zip(arrays, loose, strict=True)]
+    for x, y, wanted in zip(made, arrays, loose, strict=True):
+        assert (x.committed, y.committed, x.devices()) == (False, True, {device})
+        assert (x.dtype, x.sharding) == (wanted.dtype, wanted.sharding)
+        assert np.asarray(transfer.raw(x)).tobytes() == np.asarray(transfer.raw(y)).tobytes()
+    first = arrays[0]
+    for other in (first, np.zeros(5), jnp.zeros(5, "int4"), first.sharding):
+        assert transfer.like(first, other) is first  # committed, on the host, or elsewhere

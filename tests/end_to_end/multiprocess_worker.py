@@ -18,8 +18,6 @@ have are changed by hand while the state is there, before some steps are saved.
 
 from __future__ import annotations
 
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -30,7 +28,6 @@ import logging
 import jax
 import optax
 import orbax.checkpoint as ocp
-from jax.experimental import multihost_utils
 from orbax.checkpoint.checkpoint_managers import LatestN
 
 import adacheck_jax as adacheck
@@ -160,12 +157,6 @@ with support.manager_of(own.root, handler, **options) as manager:
                 Path(f"{own.out}-refused{own.process}").write_text(f"{run.count}: {error}")
     if not mode.startswith(("restore", "record", "edited")):
         for _ in range(STEPS):
-            if mode == "compact" and run.count == 2:
-                manager.wait_until_finished()
-                if jax.process_index() == 0:
-                    command = [sys.executable, "-m", "adacheck_jax.cli.main", "compact"]
-                    subprocess.run([*command, str(own.root), "2"], check=True)
-                multihost_utils.sync_global_devices("compacted")
             if mode == "hyperparams" and run.count == 1:
                 inject = run.state["opt_state"][1].adacheck_inner
                 rate = inject.hyperparams["learning_rate"]

@@ -15,7 +15,7 @@ import adacheck_jax as adacheck
 from adacheck_jax.format import manifest
 from adacheck_jax.store.steps import lookup, roots
 from adacheck_jax.store.storage.location import located
-from adacheck_jax.tools import audit, compaction
+from adacheck_jax.tools import audit
 from tests import support
 from tests.end_to_end import test_derived as derived
 from tests.processes import launch, leaves
@@ -101,7 +101,7 @@ def test_a_lineage_goes_on_in_another_number_of_processes(tmp_path):
     assert {n: leaves(tmp_path / f"again-restored{n}.npz") for n in saved} == saved
     for n in range(3):
         check(root, tmp_path / f"{n}", range(3 * n + 1, 3 * n + 4), devices=8)
-    compaction.compact(root, 5)
+    support.compact(root, 5)
     run = support.dict_run(support.mesh_of((2, 2)))
     with support.manager_of(root, adacheck.AdaCheckHandler(run.recorder)) as manager:
         run.state = manager.restore(9, args=adacheck.RestoreArgs(support.abstract(run.state)))
@@ -109,18 +109,6 @@ def test_a_lineage_goes_on_in_another_number_of_processes(tmp_path):
         support.save_steps(manager, run, 3)
     report = audit.verify_root(root, read_data=True, replay=True)
     assert (report.damaged_count, report.not_looked_at) == (0, ())
-
-
-@pytest.mark.slow
-def test_a_step_of_several_processes_is_compacted_by_one_while_they_train(tmp_path):
-    root = tmp_path / "run"
-    launch("compact", 2, root, tmp_path / "out", devices=2)
-    found = lookup.resolve(root / "3/default")
-    assert [each.manifest.step for each in found.entries] == [2, 3]
-    assert found.base.process_count == len(found.saves[0][0].packs) == 2
-    launch("resume", 2, root, tmp_path / "resumed", devices=2)
-    assert [each.delta_count for each in roots.steps_of(root)] == [0, 0, 1, 2, 3, 4]
-    check(root, tmp_path / "out", (1, 3))
 
 
 @pytest.mark.slow

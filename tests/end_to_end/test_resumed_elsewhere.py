@@ -8,16 +8,21 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import optax
+import orbax.checkpoint as ocp
 import pytest
+from jax.sharding import NamedSharding, PartitionSpec
 
 import adacheck_jax as adacheck
 from adacheck_jax.format.manifest import BaseManifest, Leaf
 from adacheck_jax.schedule import line
 from adacheck_jax.schedule.waste import Schedule
 from adacheck_jax.store.steps import lookup, roots
-from adacheck_jax.tools import audit, compaction, inspection, statistics
+from adacheck_jax.tools import audit, inspection
 from adacheck_jax.tools.handover import copying
+from adacheck_jax.tools.recorded import RecordedSteps
+from adacheck_jax.tools.report.statistics import statistics_of
 from tests import support
 from tests.save.test_checks import assert_all_restorable, deltas_of, kinds
 from tests.support import (
@@ -210,10 +215,11 @@ def test_steps_of_several_meshes_are_compacted_compared_and_copied(tmp_path):
     saved = trained(root, [(2, 4), (4, 2)])
     assert {len(_leaf(root, n, "fixed").owners) for n in range(1, 7)} == {8}
     assert _leaf(root, 3, "fixed").cuts != _leaf(root, 4, "fixed").cuts
-    assert statistics.statistics_of(root).full_bytes == 6 * inspected(root, 6)
-    copying.copy([root], tmp_path / "copy")
+    found = statistics_of(step.lineage for step in RecordedSteps(root).steps.values())
+    assert sum(found.redundancy.values()) == 6 * inspected(root, 6)
+    copying.copy(root, tmp_path / "copy")
     for number in (5, 2):
-        compaction.compact(root, number)
+        support.compact(root, number)
         base = lookup.resolve(root / str(number) / "default").base
         assert isinstance(base, BaseManifest)
         assert base.step == number
@@ -265,3 +271,84 @@ def test_what_is_exact_on_its_own_mesh_alone_goes_on_there_alone(tmp_path):
     for shape in ((4, 2), (2, 2)):  # of the devices of the base
         state = separate_run(mesh_of(shape), REDUCING["muon"]).advance()
         assert_all_restorable(tmp_path, saved, state)
+
+
+DTYPES = ("bool", "int4", "uint8", "bfloat16", "float8_e5m2", "int64", "float64", "complex128")
+
+
+def begun_eagerly(mesh: jax.sharding.Mesh | None) -> Run:
+    """Params on a mesh, and beside them what a loop makes without saying where it has to be."""
+    recorder = adacheck.Recorder(optax.adam(1e-2))
+    params = {"w": jnp.arange(8.0)}
+    if mesh is not None:
+        params = jax.device_put(params, NamedSharding(mesh, PartitionSpec("data")))
+    kinds = {name: jnp.asarray(np.arange(4).astype(jnp.dtype(name))) for name in DTYPES}
+    state = {"params": params, "opt": recorder.init(params), "step": jnp.int32(0)}
+    state |= {"kinds": kinds, "key": jax.random.key(3), "host": np.ones(2)}
+
+    @jax.jit
+    def train_step(state: Any, data: Any) -> Any:
+        grads = {"w": state["params"]["w"] + data[0][0, 0]}
+        updates, opt = recorder.update(grads, state["opt"], state["params"])
+        params = optax.apply_updates(state["params"], updates)
+        key = jax.random.wrap_key_data(jax.random.key_data(state["key"]) + jnp.uint32(1))
+        return state | {"params": params, "opt": opt, "step": state["step"] + 1, "key": key}
+
+    return Run(recorder, state, train_step)
+
+
+def are_committed(state: Any) -> list[bool | None]:
+    return [getattr(leaf, "committed", None) for leaf in jax.tree.leaves(state)]
+
+
+def restored_eagerly(root: Any, way: str, mesh: jax.sharding.Mesh | None, **options: Any) -> Run:
+    """Restores the newest step like the state that a new run begins with, and goes on one step."""
+    run = begun_eagerly(mesh)
+    with adacheck.checkpoint_manager(root, run.recorder, **options) as manager:
+        newest, wanted, state = manager.latest_step(), run.state, None
+        args = adacheck.RestoreArgs(wanted)
+        if way.startswith("memory"):
+            newest, state = manager.restore_newest(wanted)
+            assert manager.handler.restored.source == "memory"
+        elif way == "stock arguments":
+            restore_args = ocp.checkpoint_utils.construct_restore_args(wanted)
+            args = adacheck.RestoreArgs(item=wanted, restore_args=restore_args)
+        elif way == "v1":
+            with adacheck.v1.checkpointer(root, run.recorder) as checkpointer:
+                found = checkpointer.load_checkpointables(newest, {"default": wanted})
+                state = found["default"]
+        run.state = manager.restore(newest, args=args) if state is None else state
+        assert are_committed(run.state) == are_committed(wanted)
+        run.count = newest
+        run.advance()
+        manager.save(run.count, args=adacheck.SaveArgs(run.state))
+    return run
+
+
+WAYS_BACK = ["base", "delta", "memory", "memory of records", "stock arguments", "v1", "stock step"]
+
+
+@pytest.mark.covering(1)
+@pytest.mark.parametrize("on_mesh", [True, False], ids=["mesh", "device"])
+@pytest.mark.parametrize("way", WAYS_BACK)
+@jax.enable_x64(True)
+def test_what_was_committed_to_no_device_comes_back_so(tmp_path, way, on_mesh):
+    """The train step takes a restored state as it took the one that this was to be like."""
+    mesh, root = mesh_of((4,)) if on_mesh else None, tmp_path / "root"
+    run, options = begun_eagerly(mesh), {"max_to_keep": None}
+    assert run.state["step"].committed is False
+    if way.startswith("memory"):
+        records = way == "memory of records" or None
+        options["shadow"] = adacheck.Shadow(directory=tmp_path / "memory", records=records)
+    if way == "stock step":
+        run.advance()
+        with ocp.CheckpointManager(root) as manager:
+            manager.save(1, args=ocp.args.StandardSave(run.state))
+    else:
+        with adacheck.checkpoint_manager(root, run.recorder, **options) as manager:
+            support.save_steps(manager, run, 1 if way == "base" else 3)
+    again = restored_eagerly(root, way, mesh, **options)
+    run.advance()
+    support.assert_same_bits(again.state, host_copy(run.state))
+    if way not in ("v1", "stock step"):  # the first of which is another handler's
+        assert "".join(kinds(root)) == "B" + "R" * (run.count - 1)

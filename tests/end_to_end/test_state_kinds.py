@@ -21,6 +21,8 @@ import adacheck_jax as adacheck
 from adacheck_jax.device import trees
 from adacheck_jax.format.manifest import BaseManifest, DeltaManifest, Encoding
 from adacheck_jax.store.steps import lookup, manifest_file, roots
+from adacheck_jax.store.storage.location import located
+from adacheck_jax.tools.audit import verify_root
 from adacheck_jax.tools.handover.export import export
 from adacheck_jax.tools.handover.formats import Format
 from tests import support
@@ -372,6 +374,33 @@ def test_params_that_a_masked_recorder_does_not_see_are_stored_as_they_change(tm
     assert stored == {"params/in/bias", "params/scale"}
 
 
+def test_params_and_optimizer_state_without_elements_come_back(tmp_path):
+    """Also from a base that was compacted, and without a word by who verifies or exports it."""
+    keys = jax.random.split(jax.random.key(0, impl="rbg"), 3)[:0]
+    noise = optax.GradientTransformation(
+        lambda _: keys, lambda updates, state, _=None: (updates, state)
+    )
+    params = support.initial_params() | {
+        "none": jnp.zeros((0, 4)),
+        "half": jnp.zeros(0, jnp.bfloat16),
+    }
+    run = recorded_run(optax.chain(noise, optax.adamw(1e-2)), params=params)
+    save_and_check(tmp_path / "root", run, "BRRRR")
+    root = located(str(tmp_path / "root"))
+    assert not verify_root(root, read_data=True).damaged_count
+    support.compact(root, STEPS)
+    for step in (1, STEPS):
+        out = tmp_path / f"out{step}"
+        report = export(root, step, str(out), Format.ORBAX, params_only=False)
+        assert {"params/none", "params/half"} <= {*report.empty}
+    with manager_of(tmp_path / "root", adacheck.AdaCheckHandler()) as manager:
+        for target in (None, target_of(run.state, mesh_of(SAVING))):
+            found = manager.restore(STEPS, args=adacheck.RestoreArgs(target))
+            assert_same_bits(found["params"], host_copy(run.state["params"]))
+            found_keys = [x for x in jax.tree.leaves(found) if str(x.dtype) == "key<rbg>"]
+            assert {key.shape for key in found_keys} == {(0,)}
+
+
 class TestBesideTheOptimizer:
     """Leaves that no update explains."""
 
@@ -532,13 +561,16 @@ def containers(seed: int) -> Any:
 
 
 def zero_size(seed: int) -> Any:
-    tree = {"matrix": np.zeros((0, 64), np.float32), "row": np.zeros(0, np.int32), "one": seed}
-    on_mesh = support.place(
-        {name: np.asarray(each) for name, each in tree.items()}, mesh_of(SAVING)
-    )
-    return {"on mesh": on_mesh, "on host": np.zeros((3, 0))}
+    every = {name: np.zeros((0, 64), name) for name in (*NARROW, *SUB_BYTE, *USUAL)}
+    keys = {impl: jax.random.split(jax.random.key(0, impl=impl), 4)[:0] for impl in IMPLEMENTATIONS}
+    keys["cut"] = jax.random.split(jax.random.key(0), (8, 4))[:, :0]
+    tree = {"row": np.zeros(0, np.int32), "one": np.asarray(seed), "arrays": every, "keys": keys}
+    host = {name: np.zeros((3, 0), name) for name in (*every, *WIDE)}
+    return {"on mesh": support.place(tree, mesh_of(SAVING)), "on host": host}
 
 
+SUB_BYTE = ("int2", "uint2", "uint4", "float4_e2m1fn")
+IMPLEMENTATIONS = ("threefry2x32", "rbg", "unsafe_rbg")
 NARROW = ("bool", "int4", "int8", "uint8", "float8_e4m3fn", "float8_e5m2")
 USUAL = ("int16", "uint16", "bfloat16", "float16", "int32", "uint32", "float32", "complex64")
 WIDE = ("int64", "uint64", "float64", "complex128")
@@ -656,6 +688,8 @@ def assert_types_without_a_target(root: Path, state: Any, kind: str) -> None:
     for name in ("changing", "constant"):
         assert jax.tree.structure(found[name]) == jax.tree.structure(expected[name])
         assert_same_bits(found[name], host_copy(state[name]))
+        described = lambda tree: [(trees.dtype_of(x), np.shape(x)) for x in jax.tree.leaves(tree)]  # noqa: E731
+        assert described(found[name]) == described(state[name])
         types = lambda tree: [type(x) for x in jax.tree.leaves(tree) if np.size(x)]  # noqa: E731
         assert types(found[name]) == types(expected[name])
 

@@ -6,7 +6,8 @@ At POINT (a key of ``test_storage_away.POINTS``) storage of process WHERE, or of
 hangs. OPTION is base: the save that fails is one; close: nobody waits before the manager is closed;
 late: Orbax waits in vain for a directory; full: process 1 has no memory for steps; broken: a save
 fails for another reason; crash: process 1 leaves the loop by an error; leaf: process 1 is given a
-leaf that cannot be kept; left: process 1 closes its manager, and process 0 saves.
+leaf that cannot be kept; left: process 1 closes its manager, and process 0 saves; raise: an error
+ends the loop of all processes, or of process 1.
 ``any-SEED-at-random`` has storage leave at any point of any process, again and again. Writes the
 states that were saved, and what the process found.
 """
@@ -17,6 +18,7 @@ import json
 import random
 import threading
 import time
+import traceback
 from pathlib import Path
 from typing import Any
 
@@ -162,6 +164,20 @@ def left() -> None:
         try_to_save(run.state)
 
 
+def raised() -> None:
+    """An error of the loop leaves the block, and process 0 may save once more."""
+    outage.PATIENCE_S, outage.CLOSING_S = 3.0, 10.0
+    run.advance()
+    try:
+        with manager:
+            if own.process or where == "all":
+                raise ZeroDivisionError("of the loop")
+            try_to_save(run.state)
+    except Exception as error:
+        found["errors"]["loop"] = "".join(traceback.format_exception(error))
+    come_back()
+
+
 def at_random() -> None:
     """Storage leaves and comes back as all processes choose alike."""
     outage.PATIENCE_S, outage._SLOWER = 0.0, 0.0
@@ -212,6 +228,8 @@ with manager:
         odd()
     if "left" in options:
         left()
+    elif "raise" in options:
+        raised()
     elif "crash" in options:
         try:
             if own.process == 0:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import json
 import shutil
 from pathlib import Path
@@ -15,6 +16,7 @@ import pytest
 from etils import epath
 
 import adacheck_jax as adacheck
+from adacheck_jax.cli.command import root_of
 from adacheck_jax.errors import (
     FormatError,
     IntegrityError,
@@ -26,6 +28,9 @@ from adacheck_jax.errors import (
 from adacheck_jax.format import manifest
 from adacheck_jax.store.steps import folders, manifest_file
 from adacheck_jax.store.storage.location import located
+from adacheck_jax.tools.handover import copying
+from adacheck_jax.tools.handover.export import export
+from adacheck_jax.tools.steps import InputError
 from adacheck_jax.update import exported_program
 from adacheck_jax.update.program import Kept
 from tests import support
@@ -317,6 +322,26 @@ class TestRecorder:
         assert_same_bits(restore(tmp_path, 2, abstract(run.state)), saved[2])
 
 
+DOORS = {
+    "handler.save": lambda path: adacheck.AdaCheckHandler().save(
+        epath.Path(path) / "1", adacheck.SaveArgs({"x": jnp.ones(300)})
+    ),
+    "handler.restore": lambda path: adacheck.AdaCheckHandler().restore(epath.Path(path) / "1"),
+    "handler.metadata": lambda path: adacheck.AdaCheckHandler().metadata(epath.Path(path) / "1"),
+    "manager": adacheck.checkpoint_manager,
+    "v1": adacheck.v1.checkpointer,
+    "latest_restorable": adacheck.latest_restorable,
+    "command line": lambda path: root_of(str(path)),
+    "export": lambda path: export(path, None, "there"),
+    "export to": lambda path: export(path.parent, None, str(path)),
+    "copy": lambda path: copying.copy([path], path.parent / "there"),
+    "copy to": lambda path: copying.copy([path.parent], path),
+    "Publisher": adacheck.publish.Publisher,
+    "Follower": lambda path: adacheck.publish.Follower(path, {"x": jnp.ones(3)}),
+}
+"""All that takes a path of a root or a step."""
+
+
 class TestPlaces:
     """Roots and steps that are not there."""
 
@@ -336,6 +361,74 @@ class TestPlaces:
     def test_a_url_of_no_known_kind(self, url):
         with pytest.raises(StorageError, match="gs://BUCKET/"):
             located(url)
+
+    @pytest.mark.parametrize(
+        ("door", "name"),
+        [
+            *itertools.product(DOORS, ["a\\1", "a\0b", "a\udcff"]),
+            *itertools.product(["handler.save", "manager", "v1"], ["link"]),
+        ],
+    )
+    def test_a_path_that_is_read_otherwise_in_some_places(self, door, name, tmp_path):
+        if name == "link":
+            (tmp_path / "to\\1").mkdir()
+            (tmp_path / "link").symlink_to(tmp_path / "to\\1")
+        there = {*tmp_path.iterdir()}
+        with pytest.raises((StorageError, InputError), match="take for the same, found '"):
+            DOORS[door](tmp_path / name)
+        assert {*tmp_path.iterdir()} == there
+
+    @pytest.mark.parametrize("name", ["a?b#c%2F d", " a:b\n* ", "ä//b/../c/"])
+    def test_other_characters_are_as_good_as_letters(self, name, tmp_path):
+        states = [{"x": jnp.full(300, each)} for each in (1.0, 1.5)]
+        with adacheck.checkpoint_manager(f"{tmp_path}/{name}", delta="bits") as manager:
+            for step, state in enumerate(states):
+                manager.save(step, args=adacheck.SaveArgs(state))
+            for step, state in enumerate(states):
+                found = manager.restore(step, args=adacheck.RestoreArgs(state))
+                assert_same_bits(found, host_copy(state))
+        assert len([*tmp_path.iterdir()]) == 1
+
+    def test_keys_of_a_store(self):
+        for url in ("gs://bucket//a//b/", "gs://bucket/../a/./b", "gs://bucket/c/../a/b"):
+            assert str(located(url)) == "gs://bucket/a/b"
+        assert str(located("s3://bucket/a\\b?#%2F ")) == "s3://bucket/a\\b?#%2F "
+        for url in ("gs://bucket/a\nb", "s3://bucket/a\0", "gs://bucket/\udcff"):
+            with pytest.raises(StorageError, match="take for the same"):
+                located(url)
+
+    @pytest.mark.parametrize("options", [None, ocp.CheckpointManagerOptions(read_only=True)])
+    @pytest.mark.parametrize("kind", ["a file", "a link to .*nowhere, where nothing is"])
+    def test_a_root_where_no_directory_can_be(self, kind, options, tmp_path):
+        root = tmp_path / "root"
+        root.touch() if kind == "a file" else root.symlink_to(tmp_path / "nowhere")
+        for place in (root, root / "below"):
+            with pytest.raises(StorageError, match=f"root is {kind}"):
+                adacheck.checkpoint_manager(place, options=options)
+            with pytest.raises(StorageError, match=f"root is {kind}"):
+                adacheck.v1.checkpointer(place)
+
+    @pytest.mark.parametrize("name", ["a\\b", "a\0b", "a/b", "..", ""])
+    def test_names_of_items_and_steps(self, name, tmp_path):
+        class Named:
+            def build_name(self, step):
+                return f"{name}_{step}"
+
+        kinds = (StorageError, ValueError)
+        own = {"o": ocp.JsonCheckpointHandler()}
+        with pytest.raises(kinds, match="found '"):
+            adacheck.checkpoint_manager(tmp_path, item=name, items=own)
+        with pytest.raises(kinds, match="found '"):
+            adacheck.checkpoint_manager(tmp_path, items={name: own["o"]})
+        with pytest.raises(kinds, match="found '"):
+            adacheck.v1.checkpointer(tmp_path, checkpointable_name=name)
+        if {"\\", "\0"} & {*name}:
+            options = ocp.CheckpointManagerOptions(step_prefix=name)
+            with pytest.raises(StorageError, match="found '"):
+                adacheck.checkpoint_manager(tmp_path, options=options)
+            with pytest.raises(StorageError, match="found '"):
+                adacheck.v1.checkpointer(tmp_path, step_name_format=Named())
+        assert not [*tmp_path.iterdir()]
 
     def test_a_stock_step_holds_no_earlier_steps(self, tmp_path):
         with manager_of(tmp_path, ocp.StandardCheckpointHandler()) as manager:

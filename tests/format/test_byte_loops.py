@@ -107,3 +107,37 @@ assert found[0] == found[1]
 @pytest.mark.slow
 def test_without_a_compiler_numpy_goes_on():
     subprocess.run([sys.executable, "-c", NO_COMPILER], check=True, timeout=300, env={**os.environ})
+
+
+COLORAMA = """
+import sys
+__version__ = "0.4.6"
+class Fore:
+    RESET = RED = GREEN = YELLOW = BLUE = MAGENTA = CYAN = WHITE = BLACK = ""
+class Style:
+    RESET_ALL = BRIGHT = NORMAL = DIM = ""
+def init():
+    sys.stdout.write("swapped\\n")
+reinit = deinit = init
+"""
+COMPILED = """
+from adacheck_jax.device.loops import xla_handler
+from adacheck_jax.format import compiled_loops
+compiled_loops.sums()
+print("compiled")
+"""
+
+
+@pytest.mark.slow
+def test_the_programs_streams_are_left_alone(tmp_path):
+    (tmp_path / "colorama.py").write_text(COLORAMA)
+    path = os.pathsep.join([str(tmp_path), os.getcwd()])
+    run = subprocess.run(
+        [sys.executable, "-c", COMPILED],
+        capture_output=True,
+        text=True,
+        check=True,
+        timeout=300,
+        env={**os.environ, "PYTHONPATH": path, "NUMBA_CACHE_DIR": str(tmp_path / "numba")},
+    )
+    assert run.stdout == "compiled\n"

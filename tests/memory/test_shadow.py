@@ -161,6 +161,7 @@ def test_after_recorded_steps_that_are_wrong_deltas_are_proved_in_full_again(tmp
         is_found_later = handler.record_step(run.state, 4)  # else it was found at once
         run.advance()
         if is_found_later:
+            manager.wait_until_finished()  # so that it is known by the save
             with pytest.raises(ReplayError, match="params/in/kernel"):
                 manager.save(5, args=adacheck.SaveArgs(run.state))
         saved[5] = host_copy(run.state)

@@ -404,6 +404,24 @@ def test_arguments_without_a_meaning_are_refused(tmp_path):
         Follower("ftp://somewhere/else", {})
 
 
+def test_numbers_that_the_wanted_type_does_not_hold_are_refused(tmp_path):
+    params = {"codes": jnp.array([-5, 100], jnp.int32), "w": jnp.ones(2)}
+    with Publisher(tmp_path) as publisher:
+        publisher.publish(params, version=0)
+    for asked, told in (
+        ({"codes": jnp.uint8}, r"codes: -5 \(int32 as uint8\)"),
+        ({"codes": jnp.float32}, r"codes: published int32\[2\], asked for float32\[2\]"),
+        ({"w": jnp.int32}, r"w: published float32\[2\], asked for int32\[2\]"),
+    ):
+        kinds = {path: asked.get(path, array.dtype) for path, array in params.items()}
+        follower = Follower(tmp_path, {x: jax.ShapeDtypeStruct((2,), y) for x, y in kinds.items()})
+        with pytest.raises(MismatchError, match=told):
+            follower.latest()
+    wanted = {"codes": jnp.zeros(2, jnp.int8), "w": jnp.zeros(2, jnp.bfloat16)}
+    found = Follower(tmp_path, wanted).latest()
+    assert [found["codes"].tolist(), found["w"].tolist()] == [[-5, 100], [1, 1]]
+
+
 def files_of(root: Any) -> list[str]:
     return sorted(str(each) for each in at(root).list())
 

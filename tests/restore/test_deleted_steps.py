@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import shutil
 import sys
@@ -14,9 +15,16 @@ import jax.numpy as jnp
 import orbax.checkpoint as ocp
 import pytest
 from etils import epath
+from orbax.checkpoint._src.checkpointers import checkpointer
 
 import adacheck_jax as adacheck
-from adacheck_jax.errors import FormatError, IntegrityError, LineageError, StepDeletedError
+from adacheck_jax.errors import (
+    AdaCheckError,
+    FormatError,
+    IntegrityError,
+    LineageError,
+    StepDeletedError,
+)
 from adacheck_jax.store.steps import deletion, folders, manifest_file
 from adacheck_jax.store.storage.location import located
 from tests import support
@@ -108,11 +116,11 @@ def restore(root, run, step=STEPS, **options):
     return handler.restore(root / str(step) / "default", args), handler.restored.step
 
 
-def deletions(root, tmp_path, run, doomed, order, stride):
+def deletions(root, tmp_path, run, doomed, order, stride, read=restore):
     """Roots, and the deletion that begins at each call of a restore, or at every so many."""
     whole = copied(root, tmp_path, "whole")
     with Deletion([], 0, order) as counted:
-        restore(whole, run)
+        read(whole, run)
     assert counted.calls > 50
     for begin in range(1, counted.calls, stride):
         copy = copied(root, tmp_path, f"{begin}")
@@ -162,6 +170,137 @@ def test_fallback_takes_another_whenever_a_step_goes(
         found.add(step)
     assert STEPS - len(doomed) in found
     assert found <= {STEPS, STEPS - len(doomed)}
+
+
+def v0_manager(root):
+    options = ocp.CheckpointManagerOptions(read_only=True)
+    return adacheck.checkpoint_manager(root, options=options)
+
+
+def v1_checkpointer(root):
+    return adacheck.v1.checkpointer(root, checkpointable_name="default")
+
+
+DOORS = {
+    "restore": (v0_manager, lambda m, s, n: m.restore(n, args=adacheck.RestoreArgs(s))),
+    "newest": (v0_manager, lambda m, s, n: m.restore(None, args=adacheck.RestoreArgs(s))),
+    "item_metadata": (v0_manager, lambda m, s, n: m.item_metadata(n)),
+    "metadata": (v0_manager, lambda m, s, n: m.metadata(n)),
+    "v1.load": (v1_checkpointer, lambda m, s, n: m.load(n, s, checkpointable_name="default")),
+    "v1.load_checkpointables": (
+        v1_checkpointer,
+        lambda m, s, n: m.load_checkpointables(n, {"default": s}),
+    ),
+    "v1.metadata": (v1_checkpointer, lambda m, s, n: m.metadata(n)),
+    "v1.checkpointables_metadata": (
+        v1_checkpointer,
+        lambda m, s, n: m.checkpointables_metadata(n),
+    ),
+}
+"""Calls of managers that read a step: what makes the manager, and the call."""
+
+
+@pytest.mark.parametrize("door", DOORS)
+def test_a_manager_tells_the_deletion_of_a_step_that_it_knows(door, linked, tmp_path):
+    root, run, _ = linked
+    root, (make, read) = copied(root, tmp_path, "copy"), DOORS[door]
+    state = support.abstract(run.state)
+    with make(root) as manager:
+        shutil.rmtree(root / f"{STEPS}")
+        with pytest.raises(StepDeletedError, match=f"/{STEPS}: .* there now: 1 to {STEPS - 1}"):
+            read(manager, state, STEPS)
+        if door != "newest":
+            with pytest.raises(FileNotFoundError) as error:
+                read(manager, state, 77)
+            assert not isinstance(error.value, StepDeletedError)
+
+
+@pytest.mark.parametrize("door", ["restore", "item_metadata", "v1.load"])
+@pytest.mark.parametrize("lost", ["default/manifest.ocdbt", "default/adacheck"])
+def test_to_a_manager_damage_stays_damage(door, lost, linked, tmp_path):
+    root, run, _ = linked
+    root, (make, read) = copied(root, tmp_path, "copy"), DOORS[door]
+    with make(root) as manager:
+        (root / "1" / lost).rename(tmp_path / "lost")
+        with pytest.raises((AdaCheckError, KeyError, ValueError)) as error:
+            read(manager, support.abstract(run.state), 1)
+    assert not isinstance(error.value, StepDeletedError)
+
+
+def test_a_step_that_lost_all_of_its_item_is_told_and_passed_over(linked, tmp_path):
+    """As a deletion leaves it that was cut off behind the item, or a copy before it."""
+    root, run, saved = linked
+    root = copied(root, tmp_path, "copy")
+    shutil.rmtree(root / f"{STEPS}" / "default")
+    state = support.abstract(run.state)
+    with v0_manager(root) as manager:
+        with pytest.raises(StepDeletedError, match=f"there now: 1 to {STEPS - 1}"):
+            manager.restore(STEPS, args=adacheck.RestoreArgs(state))
+        with pytest.raises(StepDeletedError, match="skip_damaged"):
+            manager.restore_newest(state)
+        for step in (STEPS, None):
+            found = manager.restore(step, args=adacheck.RestoreArgs(state, skip_damaged=True))
+            support.assert_same_bits(found, saved[STEPS - 1])
+
+
+def test_a_step_may_go_while_a_manager_lists_steps_anew(linked, tmp_path, monkeypatch):
+    root, _, _ = linked
+    root = copied(root, tmp_path, "copy")
+    with v0_manager(root) as manager:
+        metrics = type(manager).metrics
+
+        def late(self, step):
+            if step == 1 and (root / "1").exists():
+                shutil.rmtree(root / "1")
+                raise FileNotFoundError(root / "1")
+            return metrics(self, step)
+
+        monkeypatch.setattr(type(manager), "metrics", late)
+        manager.reload()
+        assert manager.all_steps() == [*range(2, STEPS + 1)]
+        shutil.rmtree(root / "3")
+        monkeypatch.setattr(type(manager), "metrics", lambda *_: (root / "3").stat())
+        with pytest.raises(FileNotFoundError):
+            manager.reload()
+
+
+def test_a_step_that_goes_between_two_looks_of_orbax(linked, tmp_path, monkeypatch):
+    root, run, _ = linked
+    root = copied(root, tmp_path, "copy")
+    looks = checkpointer.step_lib.is_path_finalized
+
+    def late(path, **options):
+        shutil.rmtree(path)
+        return looks(path, **options)
+
+    args = adacheck.RestoreArgs(support.abstract(run.state))
+    with v0_manager(root) as manager:
+        monkeypatch.setattr(checkpointer.step_lib, "is_path_finalized", late)
+        with pytest.raises(StepDeletedError, match="there now: 1 to 4"):
+            manager.restore(STEPS, args=args)
+
+
+@pytest.mark.first(1)
+@pytest.mark.parametrize(
+    ("order", "stride"),
+    [
+        ("at once", 29),
+        *(pytest.param(order, 3, marks=pytest.mark.slow) for order in ORDERS),
+    ],
+)
+@pytest.mark.parametrize("door", sorted({*DOORS} - {"v1.metadata"}))  # it finds no v0 delta
+def test_a_manager_tells_a_deletion_at_any_call(door, order, stride, linked, tmp_path):
+    root, run, _ = linked
+    make, read = DOORS[door]
+    state = support.abstract(run.state)
+
+    def opened(root, _):
+        with make(root) as manager:
+            return read(manager, state, STEPS)
+
+    for copy, deleted in deletions(root, tmp_path, run, (STEPS,), order, stride, opened):
+        with make(copy) as manager, contextlib.suppress(StepDeletedError), deleted:
+            read(manager, state, STEPS)
 
 
 def test_a_step_that_was_deleted_before(linked, tmp_path):

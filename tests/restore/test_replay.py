@@ -201,7 +201,7 @@ def test_a_walk_compiles_one_program_for_all_bases_that_have_it(tmp_path, monkey
     states = two_bases(tmp_path, run)
     monkeypatch.setattr(compiled_update, "_kept", Kept(4))
     with support.compiled_programs() as compiled, contextlib.closing(Walk(tmp_path)) as walk:
-        assert [len(walk.lineages[step].deltas) for step in walk.steps] == [0, 1, 0, 1]
+        assert [len(walk.lineage(step).deltas) for step in walk.steps] == [0, 1, 0, 1]
         for step in walk.steps:
             leaves = [np.asarray(each) for each in jax.tree.leaves(states[step])]
             assert sorted(x.tobytes() for x in walk.at(step).arrays) == sorted(

@@ -66,7 +66,8 @@ def step_of(number, worker, before, findings, wrong, spare, log, ready):
         spare=(1,) if spare else (),
     )
     sums = SimpleNamespace(sums=lambda: {0: 100, 1: 101}, holds_blocks=False)
-    copies: Any = SimpleNamespace(fingerprints=sums, counters={}, spare={1: {}}, kept={})
+    own = {"fingerprints": sums, "counters": {}, "spare": {1: {}}, "kept": {}, "staged": {}}
+    copies: Any = SimpleNamespace(**own, viewed=())
     delta: Any = SimpleNamespace(blocks={}) if spare else None
     args: Any = (plan, f"step {number}", copies, delta, {}, worker)
     pending = Pending(*args, before=before, again=None)

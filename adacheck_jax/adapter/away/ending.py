@@ -12,6 +12,7 @@ import contextlib
 import dataclasses
 import logging
 import threading
+from collections.abc import Sequence
 
 import jax
 import orbax.checkpoint as ocp
@@ -20,6 +21,7 @@ from adacheck_jax.adapter.away.lockstep import Lockstep
 from adacheck_jax.adapter.saving.lines import Lines
 from adacheck_jax.errors import StorageError, first_line
 from adacheck_jax.save.one_save import is_refusal
+from adacheck_jax.store.steps.lineage import shown_steps
 
 _log = logging.getLogger(__name__)
 
@@ -54,8 +56,8 @@ class Ending:
         self._manager, self._lines, self._together = manager, lines, together
         self.keeps_refused, self.is_stale = keeps_refused, False
         self._failure: BaseException | None = None
-        self._past_thread: object = None
-        self._has_ended = threading.Event()
+        self._ended: object = None
+        self._news = threading.Condition()
 
     def met(self, options: ocp.CheckpointManagerOptions) -> ocp.CheckpointManagerOptions:
         """Options by which the processes meet here behind a commit."""
@@ -64,21 +66,16 @@ class Ending:
         known = dataclasses.replace(known, barrier_sync_fn=self._meet)
         return dataclasses.replace(options, async_options=known)
 
-    def begin(self) -> None:
-        """Notes that a save begins, and none is in flight."""
-        self._past_thread = self._manager._finalize_thread.get()
-        self._has_ended.clear()
-
     def wait(self, longest_s: float | None = None) -> bool:
         """Waits for the end of the save that was begun last; False if it goes on.
 
         Not by joining its thread: where Python 3.11 is interrupted in that, it takes the thread for
         one that has ended.
         """
-        thread = self._manager._finalize_thread.get()
-        if thread is not None and thread is not self._past_thread:
-            if not self._has_ended.wait(longest_s):
-                return False
+        if (thread := self._manager._finalize_thread.get()) is not None:
+            with self._news:
+                if not self._news.wait_for(lambda: self._ended is thread, longest_s):
+                    return False
             threading.Thread.join(thread)  # without its error
         return True
 
@@ -93,7 +90,9 @@ class Ending:
         try:
             self._finalize(step, steps_to_remove)
         finally:
-            self._has_ended.set()
+            with self._news:
+                self._ended = threading.current_thread()
+                self._news.notify_all()
 
     def _finalize(self, step: int, steps_to_remove: list[int]) -> None:
         orbax, manager = ocp.CheckpointManager, self._manager
@@ -159,3 +158,13 @@ def _refused(error: BaseException) -> BaseException:
     found = StorageError(f"expected a step's directory, found none in time ({first_line(error)})")
     found.__cause__ = error
     return found
+
+
+def goes_on(manager: ocp.CheckpointManager, steps: Sequence[int] = ()) -> StorageError:
+    """The error of a save, and of steps in memory behind it, that an error does not wait for."""
+    step = manager._finalize_thread.get_not_none().step()
+    kept = f", and steps in memory: {shown_steps(steps)}" if steps else ""
+    return StorageError(
+        f"{manager.directory}: expected the save of step {step} to end, found it goes on{kept}."
+        " The manager is not closed: the end of the process waits for it, or close() does."
+    )

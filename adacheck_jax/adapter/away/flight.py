@@ -13,7 +13,7 @@ from orbax.checkpoint.checkpoint_manager import DEFAULT_ITEM_NAME
 
 from adacheck_jax.adapter.arguments import SaveArgs
 from adacheck_jax.adapter.away.deciding import Flight
-from adacheck_jax.adapter.away.ending import Ending
+from adacheck_jax.adapter.away.ending import Ending, goes_on
 from adacheck_jax.adapter.away.opening import Opener
 from adacheck_jax.adapter.away.promised import PromisedSteps
 from adacheck_jax.adapter.saving.share_future import MOMENT_S
@@ -57,7 +57,6 @@ class SaveInFlight:
         self._promised.outage.begin()
         self._flying = None
         self._opener.forget()
-        self._ending.begin()
         self._promised.together.begin()
         with self._inside():
             if save():
@@ -123,18 +122,21 @@ class SaveInFlight:
         """The error of the save, which could not begin or has ended."""
         return self._opener.wait() or self._ending.error
 
-    def join(self, why: str = "") -> bool:
+    def join(self, why: str = "", *, in_haste: bool = False) -> bool:
         """Waits for the save; False if storage refused it, and it is kept.
 
         It has failed in process 0 if that gives a reason.
 
         Raises:
+            StorageError: it goes on, and is not waited for in haste.
             Exception: it cannot be written again.
         """
+        self._opener.wait()
+        longest_s = self._promised.outage.haste_s if in_haste else None
+        if not self._ending.wait(longest_s):
+            raise goes_on(self._manager, self._promised.kept.steps)
         flying, self._flying = self._flying, None
         try:
-            self._opener.wait()
-            self._ending.wait()
             with self._inside():
                 self._opener.wait_until_finished()
         except Exception as error:

@@ -188,7 +188,7 @@ class Keeping:
 
             self._flight.begin(number, save, is_ours=True)
 
-    def _write_all(self, *, until_s: float = 0.0) -> None:
+    def _write_all(self, *, until_s: float = 0.0, in_haste: bool = False) -> None:
         """Writes all that is in memory, and waits for it.
 
         Raises:
@@ -196,7 +196,7 @@ class Keeping:
         """
         flight, promised = self._flight, self.promised
         try:
-            flight.join()
+            flight.join(in_haste=in_haste)
         except DifferingCallsError:
             if not until_s:
                 raise
@@ -205,19 +205,18 @@ class Keeping:
         is_told = False  # Orbax may tell of an earlier error when a save begins
         while (kept := promised.kept).next_number(in_portions=False) is not None:
             try:
-                if until_s:
-                    promised.meet_closing()
+                left_s = promised.meet_closing(until_s) if until_s else 0.0
             except DifferingCallsError:
                 promised.cut_to_common()
                 continue
-            told = self._together.decided(lambda: promised.next_write(until_s=until_s))
+            told = self._together.decided(promised.next_write)
             self._write(told)
             has_begun = flight.has_begun
-            if flight.join() and promised.kept.steps != kept.steps:
+            if flight.join(in_haste=in_haste) and promised.kept.steps != kept.steps:
                 continue
             if not has_begun and not is_told:
                 is_told = True
-            elif left_s := told["left_s"]:
+            elif left_s:
                 time.sleep(min(outages.RETRY_S, left_s))
             else:
                 raise self._unwritten(is_closing=until_s > 0.0) from promised.outage.error
@@ -241,9 +240,10 @@ class Keeping:
         if self.promised.are_some:
             self._write_all()
 
-    def close(self) -> None:
-        """Writes all recorded steps, as long as a manager that is closed has time."""
-        self._together.longest_s = outages.CLOSING_S
+    def close(self, *, in_haste: bool) -> None:
+        """Writes all recorded steps, as long as a closing manager has time; in haste once."""
+        self._together.longest_s = outages.PATIENCE_S if in_haste else outages.CLOSING_S
         with contextlib.suppress(DifferingCallsError):  # which it finds again
             self._together.calls.note("close()")
-        self._write_all(until_s=time.monotonic() + outages.CLOSING_S)
+        until_s = time.monotonic() + (0.0 if in_haste else outages.CLOSING_S)
+        self._write_all(until_s=until_s, in_haste=in_haste)

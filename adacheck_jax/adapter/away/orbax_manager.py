@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import functools
 import logging
@@ -18,8 +19,8 @@ import orbax.checkpoint as ocp
 from etils import epath
 
 from adacheck_jax.adapter.arguments import RestoreArgs, SaveArgs, expect_args
-from adacheck_jax.adapter.away import restores
-from adacheck_jax.adapter.away.ending import Ending
+from adacheck_jax.adapter.away import outage, restores
+from adacheck_jax.adapter.away.ending import Ending, goes_on
 from adacheck_jax.adapter.away.keeping import Keeping
 from adacheck_jax.adapter.away.lockstep import Lockstep
 from adacheck_jax.adapter.away.opening import Opener, is_own_thread
@@ -27,7 +28,7 @@ from adacheck_jax.adapter.handler import AdaCheckHandler
 from adacheck_jax.adapter.inputs import expected_step
 from adacheck_jax.adapter.reports import expect_outside_callback
 from adacheck_jax.device.trees import PyTree
-from adacheck_jax.errors import AdaCheckError
+from adacheck_jax.errors import AdaCheckError, Closing, noted_by
 from adacheck_jax.store.storage.location import located
 
 _log = logging.getLogger(__name__)
@@ -39,7 +40,7 @@ _ASKING = (
 """What a caller may ask of a manager that knows the save begun last, as :meth:`restore` does."""
 
 
-class AdaCheckManager(ocp.CheckpointManager):
+class AdaCheckManager(Closing, ocp.CheckpointManager):
     """A stock Orbax manager that tells its handler; :func:`checkpoint_manager` makes one.
 
     Where it saves nothing but the state, its ``save`` goes on while storage is away: see
@@ -178,6 +179,7 @@ class AdaCheckManager(ocp.CheckpointManager):
         Raises:
             ValueError: ``args`` are none of this library.
             AdaCheckError: the processes do not call alike.
+            StepDeletedError: it was deleted before or while it was read.
             FileNotFoundError: no step holds it; or a later one does, and other items than the
                 state are asked for, of which there are none.
         """
@@ -185,12 +187,18 @@ class AdaCheckManager(ocp.CheckpointManager):
         expect_outside_callback(call)
         self._together.meet(call, lambda: restores.described(args, self._item))
         self._opener.wait()
-        try:
-            return super().restore(step, items, restore_kwargs, directory, args)
-        except (FileNotFoundError, ValueError) as error:  # the latter where names have a prefix
-            root = located(str(directory or self.directory))
-            holder, args = restores.in_holder(step, root, args, error)
-            return super().restore(holder, directory=directory, args=args)
+        is_own = directory is None  # of another root the manager lists no steps
+        with restores.deletion_told(self, step) if is_own else contextlib.nullcontext():
+            try:
+                return super().restore(step, items, restore_kwargs, directory, args)
+            except (FileNotFoundError, ValueError) as error:  # the latter where names have a prefix
+                root = located(str(directory or self.directory))
+                holder, args = restores.in_holder(step, root, args, error)
+                return super().restore(holder, directory=directory, args=args)
+            except KeyError as error:
+                if not is_own:
+                    raise
+                return restores.without_item(self, step, args, self._item, error)
 
     def reached_preemption(self, step: int) -> bool:
         """As Orbax's, for the training loop alone.
@@ -204,6 +212,8 @@ class AdaCheckManager(ocp.CheckpointManager):
     def wait_until_finished(self) -> None:
         """As Orbax's, and then writes the steps that are kept in memory since storage was away.
 
+        Recorded steps stay there, and take nothing from the caller's arrays any more.
+
         Raises:
             StorageError: storage refuses them; the message names them.
         """
@@ -212,27 +222,47 @@ class AdaCheckManager(ocp.CheckpointManager):
             keeping.wait()
         else:
             self._opener.wait_until_finished()
+        lines, saves = self.handler.run.lines, self.handler.run.saves
+        if saves.left.is_set() and not is_own_thread():  # else Orbax asks while a save begins
+            lines.finish()
 
     def close(self) -> None:
         """Writes all recorded steps, and closes the manager as Orbax does.
+
+        While an error is under way it tries once, and stays open where storage hangs. An error that
+        leaves a ``with`` block is raised as it is, and one of closing is its note; else the
+        traceback of one of closing shows the other one first.
 
         Raises:
             StorageError: storage refuses them for a minute; the message names the steps that are
                 lost.
         """
-        expect_outside_callback("close()")
-        try:
-            if self._keeping is not None:
-                self._keeping.close()
-        finally:
-            self._keeping, self._is_closed = None, True
-            self._ending.keeps_refused = False
-            _open_managers.discard(self)
-            self._opener.wait()
+        with self.closing() as in_haste:
+            expect_outside_callback("close()")
             try:
-                super().close()
-            finally:
-                self._opener.close()
+                if self._keeping is not None:
+                    self._keeping.close(in_haste=in_haste)
+                elif in_haste and not self._ending.wait(outage.PATIENCE_S):
+                    raise goes_on(self)
+            except BaseException as error:
+                if self._ending.wait(0.0):
+                    with noted_by(error):
+                        self._end()
+                else:
+                    _left_open.append(self)
+                raise
+            self._end()
+
+    def _end(self) -> None:
+        """Closes the manager as Orbax does."""
+        self._keeping, self._is_closed = None, True
+        self._ending.keeps_refused = False
+        _open_managers.discard(self)
+        self._opener.wait()
+        try:
+            ocp.CheckpointManager.close(self)
+        finally:
+            self._opener.close()
 
     def _finalize(self, step: int, steps_to_remove: list[int]) -> None:
         self._ending.finalize(step, steps_to_remove)
@@ -265,10 +295,33 @@ def _behind_opening(method: Callable[..., Any]) -> Callable[..., Any]:
     return waiting
 
 
+def _until_they_stay(reload: Callable[[Any], None]) -> Callable[[Any], None]:
+    """Orbax's ``reload``, again where a step goes while it is looked at: each goes once."""
+
+    @functools.wraps(reload)
+    def looking(self: AdaCheckManager) -> None:
+        before: set[epath.Path] | None = None
+        while True:
+            try:
+                return reload(self)
+            except FileNotFoundError:
+                there = {*self.directory.iterdir()}
+                if there == before:
+                    raise
+                before = there
+
+    return looking
+
+
 for _name in _ASKING:
-    setattr(AdaCheckManager, _name, _behind_opening(getattr(ocp.CheckpointManager, _name)))
+    _method = getattr(ocp.CheckpointManager, _name)
+    _method = restores.telling_deletions(_method) if _name == "metadata" else _method
+    _method = _until_they_stay(_method) if _name == "reload" else _method
+    setattr(AdaCheckManager, _name, _behind_opening(_method))
 
 _open_managers = weakref.WeakSet[AdaCheckManager]()
+_left_open = list[AdaCheckManager]()
+"""Those among them whose callers may have let go of them."""
 
 
 def _finish() -> None:

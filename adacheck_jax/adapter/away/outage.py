@@ -58,8 +58,11 @@ class Outage:
     @property
     def patience_s(self) -> float:
         """Seconds for which the save in flight is still waited for."""
-        if self.is_away:
-            return 0.0
+        return 0.0 if self.is_away else self.haste_s
+
+    @property
+    def haste_s(self) -> float:
+        """The same, also while storage is away, for a manager that an error closes."""
         patience_s = max(PATIENCE_S, _SLOWER * self._longest_s)
         return max(self._begun_s + patience_s - self._clock(), 0.0)
 

@@ -114,7 +114,7 @@ class PromisedSteps:
             "which were to be written with it or follow it."
         ) from error
 
-    def next_write(self, *, until_s: float = 0.0) -> Report:
+    def next_write(self) -> Report:
         """The next write, as process 0 sees it.
 
         Its number, and if it is there already; None if storage does not tell.
@@ -126,18 +126,21 @@ class PromisedSteps:
             self.outage.refuse(error)
             self.outage.return_to_loop()
         number = kept.next_number(in_portions=self.are_some)
-        left_s = max(until_s - time.monotonic(), 0.0)
-        return {"number": number, "is_there": is_there, "left_s": left_s}
+        return {"number": number, "is_there": is_there}
 
-    def meet_closing(self) -> None:
+    def meet_closing(self, until_s: float) -> float:
         """Waits until all processes close: one alone may do so by an error that only it has.
+
+        Gives the seconds that all of them have for tries.
 
         Raises:
             AdaCheckError: one is gone; the message names the steps that are lost.
         """
-        kept = self.kept
+        kept, left_s = self.kept, max(until_s - time.monotonic(), 0.0)
         try:
-            self.together.agreed({"is_kept": True, "room_bytes": 0}, by_all)
+            own = {"left_s": left_s}
+            told = self.together.agreed(own, lambda all: {"left_s": min(x["left_s"] for x in all)})
+            return told["left_s"]
         except DifferingCallsError:
             raise
         except AdaCheckError as error:

@@ -1,21 +1,93 @@
-"""Restores by a manager: of what memory holds, and of a step that a later one holds."""
+"""Restores by a manager: of a step that memory or a later one holds, and of one that goes."""
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
+import functools
 import logging
-from collections.abc import Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import jax
 import orbax.checkpoint as ocp
+from orbax.checkpoint.checkpoint_manager import DEFAULT_ITEM_NAME
 
 from adacheck_jax.adapter import inputs
 from adacheck_jax.adapter.arguments import RestoreArgs, expect_args
-from adacheck_jax.store.steps import roots
-from adacheck_jax.store.storage.location import AnyPath
+from adacheck_jax.errors import AdaCheckError
+from adacheck_jax.store.steps import deletion, roots
+from adacheck_jax.store.storage.location import AnyPath, located
 
 _log = logging.getLogger(__name__)
+
+
+_MISSING = (FileNotFoundError, KeyError, ValueError)
+"""Errors of Orbax where a step, or a part of it, is not there."""
+
+
+@contextlib.contextmanager
+def deletion_told(manager: Any, step: Any) -> Iterator[None]:
+    """Tell Orbax's errors about a step that was deleted as its deletion.
+
+    Args:
+        manager: Orbax's manager.
+        step: what a caller names a step by; None for the newest.
+
+    Raises:
+        StepDeletedError: in place of the error of a step that is gone, or goes while this looks.
+            One that the manager does not know may never have been there: then Orbax says so.
+    """
+    try:
+        yield
+    except AdaCheckError:
+        raise
+    except _MISSING:
+        known = manager.all_steps()
+        number = getattr(step, "step", max(known, default=None) if step is None else step)
+        if number not in known:
+            raise
+        name = manager._step_name_format.build_name(number)
+        with deletion.told(located(f"{manager.directory}/{name}"), *_MISSING):
+            raise
+
+
+def telling_deletions(reads: Callable[..., Any]) -> Callable[..., Any]:
+    """A method of Orbax's that reads a step, behind :func:`deletion_told`."""
+
+    @functools.wraps(reads)
+    def told(self: Any, step: Any = None, *args: Any, **kwargs: Any) -> Any:
+        with deletion_told(getattr(self, "_manager", self), step):
+            return reads(self, step, *args, **kwargs)
+
+    return told
+
+
+def without_item(
+    manager: Any, step: int | None, args: Any, item: str | None, error: KeyError
+) -> Any:
+    """The step before one that lacks its item, as a deletion or a copy that was cut off leaves it.
+
+    Args:
+        manager: Orbax's manager.
+        step: the step; None for the newest.
+        args: what was asked for.
+        item: name of the state's item; None where it is the only one.
+        error: Orbax's, of an item that it missed.
+
+    Raises:
+        KeyError: ``error``, if the state's item is there.
+        StepDeletedError: no older step is asked for in its place (``skip_damaged``), or other items
+            are asked for with it.
+    """
+    number = manager.latest_step() if step is None else step
+    name = manager._step_name_format.build_name(number)
+    directory = manager.directory / name / (item or DEFAULT_ITEM_NAME)
+    if directory.exists():
+        raise error
+    if isinstance(args, RestoreArgs) and args.skip_damaged:
+        return manager.handler.restore(directory, args=args)
+    raise deletion.error_of(located(str(directory))) from error
 
 
 def described(args: ocp.args.CheckpointArgs | None, item: str | None) -> Mapping[str, str]:

@@ -11,7 +11,7 @@ from typing import Any
 from adacheck_jax.adapter.arguments import RestoreInfo
 from adacheck_jax.adapter.reports import RestoreTimes
 from adacheck_jax.device.trees import PyTree
-from adacheck_jax.errors import IntegrityError
+from adacheck_jax.errors import IntegrityError, listed
 from adacheck_jax.restore import check
 from adacheck_jax.store.steps import roots
 from adacheck_jax.store.steps.lineage import Lineage
@@ -77,35 +77,24 @@ def info_of(
     paths = tuple(leaves[i].path for i in rounded)
     tolerance = check.tolerance(lineage, rounded) if rounded else 0.0
     stale = {leaves[i].path: step for i, step in end.stale}
-    told: list[tuple[str, str, str]] = []
+    told = dict[str, str]()
     if stale:
-        told.append(
-            (
-                f"{path}: the ephemeral leaves of step {end.step} have the bits of step "
-                f"{min(stale.values())} or of one after it ({_few([*stale])}): they are saved with "
-                "bases alone",
-                "restore a base step, or do not ask for require_exact=True",
-                " All other leaves are as they were trained.",
-            )
-        )
+        told[
+            f"{path}: the ephemeral leaves of step {end.step} have the bits of step "
+            f"{min(stale.values())} or of one after it ({listed(stale, 5)}): they are saved with "
+            "bases alone. All other leaves are as they were trained."
+        ] = "restore a base step"
     if paths:
-        told.append(
-            (
-                f"{path}: {len(paths)} leaves of step {end.step} are within rounding of what was "
-                f"saved, not the exact bits ({_few(paths)}; each within about {tolerance:.0e} of "
-                "its leaf's largest value): they come out of sums, and the devices that they were "
-                "saved from do not exist here",
-                "restore where as many devices exist as when it was saved, restore a base step, or "
-                "do not ask for require_exact=True",
-                "",
-            )
-        )
-    for message, remedy, rest in told:
+        told[
+            f"{path}: {len(paths)} leaves of step {end.step} are within rounding of what was "
+            f"saved, not the exact bits ({listed(paths, 5)}; each within about {tolerance:.0e} of "
+            "its leaf's largest value): they come out of sums, and the devices that they were "
+            "saved from do not exist here."
+        ] = "restore where as many devices exist as when it was saved, restore a base step"
+    for message, remedy in told.items():
         if wants_exact:
-            raise IntegrityError(f"{message}. Nothing was returned; {remedy}.")
-        _log.warning("%s.%s", message, rest)
+            raise IntegrityError(
+                f"{message} Nothing was returned; {remedy}, or do not ask for require_exact=True."
+            )
+        _log.warning("%s", message)
     return RestoreInfo(end.step, count, paths, tolerance, stale=stale, replica=end.replica)
-
-
-def _few(paths: Sequence[str]) -> str:
-    return ", ".join(paths[:5]) + (", ..." if len(paths) > 5 else "")

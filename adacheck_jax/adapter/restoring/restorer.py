@@ -20,7 +20,7 @@ from adacheck_jax.adapter.stock import restoring as stock_restoring
 from adacheck_jax.adapter.stock.base_checkpoint import StockCheckpoints
 from adacheck_jax.adapter.wanted.relayout import Relayout
 from adacheck_jax.adapter.wanted.targets import Target
-from adacheck_jax.device import jax_settings
+from adacheck_jax.device import jax_settings, transfer
 from adacheck_jax.errors import (
     AdaCheckError,
     FormatError,
@@ -98,7 +98,7 @@ class StepRestorer:
             with deletion.told(path):
                 if args.step is None and roots.is_stock(path):
                     with agreed():
-                        return _restored_stock(path, args)
+                        return self._restored_stock(path, args)
                 return self._restore_found(path, args, agreed, begin_s)
         except (FormatError, IntegrityError, LineageError) as error:
             if not args.skip_damaged:
@@ -120,6 +120,17 @@ class StepRestorer:
                     raise
             _log.info("%s: a step was compacted while it was read; reading it again.", path)
             return self._restore(path, again, args, agreed, begin_s)
+
+    def _restored_stock(self, path: AnyPath, args: RestoreArgs) -> Restored:
+        """A step that stock Orbax saved, which no delta can build on."""
+        if args.rules is not None:
+            raise MismatchError(
+                f"{path}: expected a step of this library to transform, found one that stock Orbax "
+                "saved. Restore it in its own layout, save it, and transform that step."
+            )
+        state, converted = stock_restoring.restore(path, args, self._stock)
+        info = dataclasses.replace(outcome.stock_info(path), converted=converted)
+        return Restored(state, info, path, None, [], is_own=False)
 
     def _restore_other(
         self, path: AnyPath, args: RestoreArgs, agreed: Agreed, error: AdaCheckError
@@ -220,11 +231,20 @@ class StepRestorer:
             with _explained(lineage):
                 rounded = check.check_bits(leaves, lineage, path, rounded=base.rounded)
             info = outcome.info_of(lineage, rounded, path, args.require_exact)
+        base.leaves.clear()  # else those that are copied now would take their memory twice
+        for i, spec in enumerate(lineage.base.leaves):
+            leaves[i] = transfer.like(leaves[i], base.target.wanted[spec.path])
         named = {spec.path: leaf for spec, leaf in zip(lineage.base.leaves, leaves, strict=True)}
+        target = base.target
         with agreed():
             if base.moved:
-                base.target.move(base.moved, named)
-            state = base.relayout.finish(named) if base.relayout else base.target.finish(named)
+                target.move(base.moved, named)
+                check.check_types([*named.values()], lineage.base.leaves, path)
+            if base.relayout:
+                target, named = base.relayout.target, base.relayout.transformed(named)
+            info = dataclasses.replace(info, converted=target.converted(named))
+        with agreed():
+            state = target.finish(named)
         begin_s = found_s if begin_s is None else begin_s
         total_s, waited_s = self._clock() - begin_s, base.programs.waited_s
         times = RestoreTimes(total_s, read_s - found_s, replayed_s - read_s - waited_s, waited_s)
@@ -249,7 +269,7 @@ class StepRestorer:
         saved_tree = self._stock.described(lineage.base_directory)
         relayout = None if args.rules is None else Relayout(args, lineage.base, path)
         reading = args if relayout is None else relayout.reading
-        target = Target(reading, lineage.base, saved_tree, path, shardings_damage)
+        target = Target(reading, lineage.base.leaves, saved_tree, path, shardings_damage)
         placements = target.placements(lineage)
         bound = check.bound_to_mesh(lineage)
         there = target.saved_placements(lineage) if bound else {}
@@ -268,7 +288,7 @@ class StepRestorer:
             lineage.base_directory, specs, wanted, saved_tree, args.read_once, agreed
         )
         leaves = [*(read | abstract).values()]
-        check.check_types(leaves, lineage.base, lineage.base_directory)
+        check.check_types(leaves, specs, lineage.base_directory)
         moved = {each: placements[each] for each in there}
         return _Base(target, programs, leaves, rounded, moved, relayout)
 
@@ -291,14 +311,3 @@ def _apart(lineage: Lineage, placements: Mapping[str, Any]) -> dict[str, Any]:
     leaves = [abstract_leaf(spec, placements[spec.path]) for spec in specs]
     found = working_set.apart_shardings(leaves, update)
     return {specs[i].path: sharding for i, sharding in found.items()}
-
-
-def _restored_stock(path: AnyPath, args: RestoreArgs) -> Restored:
-    """A step that stock Orbax saved, which no delta can build on."""
-    if args.rules is not None:
-        raise MismatchError(
-            f"{path}: expected a step of this library to transform, found one that stock Orbax "
-            "saved. Restore it in its own layout, save it, and transform that step."
-        )
-    state = stock_restoring.restore(path, args)
-    return Restored(state, outcome.stock_info(path), path, None, [], is_own=False)

@@ -144,6 +144,11 @@ class Lines:
             with self._meeting:
                 self._neighbours.meet()
 
+    def finish(self) -> None:
+        """Waits until recorded steps are out of the caller's arrays."""
+        for saver in () if self.process.is_elsewhere else [*self._savers.values()]:
+            saver.finish()
+
     def close(self) -> None:
         """Closes the savers."""
         with self._lock:

@@ -309,8 +309,11 @@ def _empty(leaf: Leaf, wanted: Any) -> Any:
     """An array without elements, which no base stores; None if it is not wanted."""
     if wanted is None:
         return None
-    array = np.empty(leaf.shape, jnp.dtype(leaf.dtype))
-    return array if wanted is np.ndarray else jax.device_put(array, wanted)
+    array: Any = np.empty(leaf.shape, jnp.dtype(leaf.dtype))
+    if wanted is not np.ndarray:
+        abstract = jax.ShapeDtypeStruct(leaf.shape, array.dtype, sharding=wanted)
+        array = transfer.place(abstract, lambda box: array[box.slices])
+    return transfer.keys_of(array, leaf.key_type) if leaf.key_type else array
 
 
 def _request(leaf: Leaf, described: Any, wanted: Any) -> base_reader.ReadRequest:
@@ -325,7 +328,8 @@ def _readable(wanted: Any) -> Any:
 
 
 def _restore_args(wanted: Any, leaf: Any) -> ocp.RestoreArgs:
-    if is_number(leaf) or wanted is None:
+    is_array = isinstance(leaf, ocp.metadata.ArrayMetadata) and not is_number(leaf)
+    if wanted is None or not is_array:
         return ocp.RestoreArgs()
     if wanted is np.ndarray:
         return ocp.RestoreArgs(restore_type=np.ndarray)

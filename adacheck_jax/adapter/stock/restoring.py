@@ -2,25 +2,34 @@
 
 from __future__ import annotations
 
-import dataclasses
+from collections.abc import Mapping
 from typing import Any
 
-import jax
-import orbax.checkpoint as ocp
-from etils import epath
+import numpy as np
 
 from adacheck_jax.adapter.arguments import RestoreArgs
+from adacheck_jax.adapter.stock.base_checkpoint import StockCheckpoints
+from adacheck_jax.adapter.wanted.targets import Target
+from adacheck_jax.device import transfer, trees
 from adacheck_jax.device.trees import PyTree
-from adacheck_jax.errors import IntegrityError, first_line, unreadable
+from adacheck_jax.errors import IntegrityError, MismatchError
+from adacheck_jax.format.boxes import Box, cuts_of
+from adacheck_jax.format.manifest import Leaf
+from adacheck_jax.restore import check
 from adacheck_jax.store.storage.location import AnyPath
 
 
-def restore(directory: AnyPath, args: RestoreArgs) -> PyTree:
+def restore(
+    directory: AnyPath, args: RestoreArgs, stock: StockCheckpoints
+) -> tuple[PyTree, Mapping[str, tuple[str, str]]]:
     """Restore a step that stock Orbax saved; nothing can verify it.
 
+    Returns:
+        The state, and data types of the leaves that were converted (:class:`RestoreInfo`).
+
     Raises:
-        IntegrityError: exact bits are wanted; or, where a fallback is, the step cannot be read.
-        ValueError: the abstract state does not fit; or another error of stock Orbax.
+        IntegrityError: exact bits are wanted, or the step cannot be read.
+        MismatchError: the abstract state does not fit.
     """
     if args.require_exact:
         raise IntegrityError(
@@ -28,42 +37,30 @@ def restore(directory: AnyPath, args: RestoreArgs) -> PyTree:
             "fingerprints to compare them with. Nothing was returned; do not ask for "
             "require_exact=True."
         )
-    try:
-        return _read(epath.Path(str(directory)), args)
-    except Exception as error:
-        if refused := unreadable(directory, error):
-            raise refused from error
-        if not args.skip_damaged:
-            raise
-        raise IntegrityError(
-            f"{directory}: stock Orbax cannot restore this step, which it saved "
-            f"({type(error).__name__}: {first_line(error)}). Restore another step."
-        ) from error
+    tree = stock.metadata(directory).tree
+    wanted, _ = trees.flatten(args.abstract_state)
+    leaves = [_leaf(x, each, wanted.get(x)) for x, each in trees.flatten(tree)[0].items()]
+    target = Target(args, leaves, tree, directory)
+    read = stock.read_by_orbax(directory, target.placements(), tree)
+    for leaf in leaves:
+        found: Any = read.get(leaf.path)
+        if transfer.is_key(found):
+            if leaf.key_type not in (None, str(found.dtype)):
+                raise MismatchError(
+                    f"{directory}: leaf {leaf.path}: expected keys of the type that was saved, "
+                    f"{found.dtype}, found that {leaf.key_type} is asked for. Ask for the former."
+                )
+        else:
+            check.check_types([found], [leaf], directory)
+    converted = target.converted(read)
+    return target.finish(read), converted
 
 
-def _read(directory: epath.Path, args: RestoreArgs) -> PyTree:
-    state = args.abstract_state
-    leaves = jax.tree.leaves(state)
-    if not (args.partial_restore or any(leaf is ocp.PLACEHOLDER for leaf in leaves)):
-        wanted = ocp.args.StandardRestore(
-            state,
-            strict=args.strict,
-            support_layout=args.support_layout,
-            fallback_sharding=args.fallback_sharding,
-        )
-        return ocp.StandardCheckpointHandler().restore(directory, args=wanted)
-
-    def sharding(leaf: Any) -> Any:
-        return getattr(leaf, "sharding", None) or args.fallback_sharding
-
-    def checked(each: ocp.RestoreArgs) -> ocp.RestoreArgs:
-        is_array = isinstance(each, ocp.ArrayRestoreArgs)
-        return dataclasses.replace(each, strict=args.strict) if is_array else each
-
-    restore_args = ocp.checkpoint_utils.construct_restore_args(
-        state, jax.tree.map(sharding, state), support_layout=args.support_layout
-    )
-    wanted = ocp.args.PyTreeRestore(
-        state, jax.tree.map(checked, restore_args), partial_restore=args.partial_restore
-    )
-    return ocp.PyTreeCheckpointHandler().restore(directory, args=wanted)
+def _leaf(path: str, described: Any, wanted: Any) -> Leaf:
+    """Description of a leaf by Orbax's, which tells nothing of the types of PRNG keys."""
+    shape = tuple(getattr(described, "shape", None) or ())
+    dtype = np.dtype(getattr(described, "dtype", str))  # a text has none
+    is_key = transfer.is_key(wanted) and shape[:-1] == np.shape(wanted) and dtype == np.uint32
+    cuts = cuts_of([Box.full(shape)], shape)
+    key_type = str(wanted.dtype) if is_key else None
+    return Leaf(path, shape, str(dtype), dtype.itemsize, key_type, cuts, (0,))

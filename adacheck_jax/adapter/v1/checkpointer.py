@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+import threading
 from typing import Any, Unpack, cast
 
 from orbax.checkpoint import v1 as ocp
 
 from adacheck_jax.adapter import directories
+from adacheck_jax.adapter.away import outage, restores
+from adacheck_jax.adapter.away.ending import goes_on
 from adacheck_jax.adapter.handler import AdaCheckHandler, HandlerOptions
 from adacheck_jax.adapter.manager import NEWEST, shared_policy, with_adaptive_policy
 from adacheck_jax.adapter.v1.registration import STATE, context
 from adacheck_jax.device.loops import xla_call
+from adacheck_jax.errors import Closing
 from adacheck_jax.store.storage.location import AnyPath
 from adacheck_jax.update.binding import RecorderArgument
 
@@ -27,16 +31,35 @@ class CheckpointerOptions(HandlerOptions, total=False):
     logger: Any
 
 
-class StateCheckpointer(ocp.training.Checkpointer):  # pyright: ignore[reportGeneralTypeIssues]
+class StateCheckpointer(
+    Closing,
+    ocp.training.Checkpointer,  # pyright: ignore[reportGeneralTypeIssues]
+):
     """A stock Checkpointer that tells its handler; :func:`checkpointer` makes one.
 
-    Nothing of Orbax's class, which is marked as final, is overridden.
+    Of Orbax's class, which is marked as final, its end is overridden, and the errors of calls that
+    read a step: of one that was deleted they tell so.
 
     Attributes:
         handler: the handler, for ``record_step``, ``recover``, ``restored`` and ``last_save``.
     """
 
     handler: AdaCheckHandler
+
+    def close(self) -> None:
+        """As Orbax's; an error under way stays visible, and waits for no storage that hangs."""
+        with self.closing() as in_haste:
+            thread = self._manager._finalize_thread.get()
+            if in_haste and thread is not None:
+                threading.Thread.join(thread, outage.PATIENCE_S)  # without its error
+                if thread.is_alive():
+                    raise goes_on(self._manager)
+            ocp.training.Checkpointer.close(self)
+
+
+for _name in ("load_checkpointables", "metadata", "checkpointables_metadata"):
+    _method = getattr(ocp.training.Checkpointer, _name)
+    setattr(StateCheckpointer, _name, restores.telling_deletions(_method))
 
 
 def checkpointer(
@@ -75,9 +98,12 @@ def checkpointer(
 
     Raises:
         ValueError: options that contradict each other; the message names them.
-        StorageError: a URL of another kind, or one that a ``pathlib.Path`` has mangled.
+        StorageError: a URL of another kind, or one that a ``pathlib.Path`` has mangled; a path that
+            is read otherwise in some places; or no directory can be there.
     """
     place, training = directories.root_path(root), ocp.training
+    format_ = options.get("step_name_format")
+    directories.expect_names(place, format_.build_name(0) if format_ else "", [checkpointable_name])
     usual = training.preservation_policies.LatestN
     keep = shared_policy(preservation_policy, max_to_keep, lambda: usual(max_to_keep))
     stock: Any = dict(options)

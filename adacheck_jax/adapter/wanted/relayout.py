@@ -1,4 +1,4 @@
-"""A restore into another layout: what is read for it, and the caller's tree in the end."""
+"""A restore into another layout: what is read for it, and the caller's leaves in the end."""
 
 from __future__ import annotations
 
@@ -14,8 +14,9 @@ import orbax.checkpoint as ocp
 
 from adacheck_jax.adapter.arguments import RestoreArgs
 from adacheck_jax.adapter.wanted.targets import Target
-from adacheck_jax.device.trees import PyTree, nested
-from adacheck_jax.errors import MismatchError
+from adacheck_jax.device import transfer
+from adacheck_jax.device.trees import nested
+from adacheck_jax.errors import MismatchError, listed
 from adacheck_jax.format.manifest import ITEMSIZES_BYTES, BaseManifest, Leaf
 from adacheck_jax.layout import plan as layouts
 from adacheck_jax.layout.operations import Kind
@@ -33,6 +34,7 @@ class Relayout:
 
     Attributes:
         plan: operations on the leaves that are wanted.
+        target: the caller's abstract state, compared with what the operations give.
 
     Raises:
         MismatchError: a rule does not fit the saved leaves, or the caller's state not what rules
@@ -42,12 +44,11 @@ class Relayout:
     def __init__(self, args: RestoreArgs, base: BaseManifest, where: AnyPath) -> None:
         every = planned(args.rules or (), base)
         specs = _transformed_leaves(every, base.leaves)
-        after = dataclasses.replace(base, leaves=tuple(specs))
         # For a caller who names no tree: nested dictionaries.
         tree = nested({x.path: jax.ShapeDtypeStruct(x.shape, jnp.dtype(x.dtype)) for x in specs})
-        self._target = Target(args, after, tree, where)
+        self.target = Target(args, specs, tree, where)
         self._args = args
-        self._given = self._target.wanted
+        self._given = self.target.wanted
         wanted = [path for path, leaf in self._given.items() if leaf is not ocp.PLACEHOLDER]
         self.plan = every.needed_for(path for path in wanted if path in every.outputs)
         self._specs = {leaf.path: leaf for leaf in base.leaves}
@@ -70,17 +71,17 @@ class Relayout:
             self._args, abstract_state=asked, partial_restore=False, support_layout=False
         )
 
-    def finish(self, leaves: Mapping[str, Any]) -> PyTree:
-        """The caller's tree, from verified leaves by leaf path before the transformation.
+    def transformed(self, leaves: Mapping[str, Any]) -> dict[str, Any]:
+        """The new leaves, from verified ones; both by leaf path.
 
         Raises:
             MismatchError: an operation loses bits, and its rule does not say that it may.
         """
-        return self._target.finish(transform.transformed(self.plan, leaves, self._placements()))
+        return transform.transformed(self.plan, leaves, self._placements())
 
     def _placements(self) -> dict[str, Any]:
         """Wanted placement of each new leaf, by leaf path."""
-        return {path: _placement(self._given[path]) for path in self.plan.outputs}
+        return {path: transfer.placement_of(self._given[path]) for path in self.plan.outputs}
 
 
 def planned(rules: Sequence[Rule], base: BaseManifest) -> Plan:
@@ -137,13 +138,6 @@ def _transformed_leaves(plan: Plan, leaves: Sequence[Leaf]) -> list[Leaf]:
     return found
 
 
-def _placement(leaf: Any) -> Any:
-    if isinstance(leaf, np.ndarray | np.generic | int | float | complex):
-        return np.ndarray
-    sharding = getattr(leaf, "sharding", None)
-    return sharding if isinstance(sharding, jax.sharding.Sharding) else None
-
-
 def _abstract(leaf: Leaf, place: Any) -> Any:
     """A leaf as a restore is asked for it."""
     dtype = jnp.dtype(leaf.dtype)
@@ -172,7 +166,7 @@ def _tell(plan: Plan, base: BaseManifest) -> None:
         len(plan.steps),
         ", ".join(plan.trees),
         len(inside),
-        ", ".join(inside[:20]) + (", ..." if len(inside) > 20 else ""),
+        listed(inside),
         len(plan.untouched) - len(inside),
     )
     if adds_up(base):

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 import logging
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from collections.abc import Set as AbstractSet
 from typing import Any
 
@@ -16,8 +16,8 @@ import orbax.checkpoint as ocp
 from adacheck_jax.adapter.arguments import RestoreArgs
 from adacheck_jax.device import transfer, trees
 from adacheck_jax.device.trees import PyTree
-from adacheck_jax.errors import AdaCheckError, MismatchError
-from adacheck_jax.format.manifest import BaseManifest, Leaf
+from adacheck_jax.errors import AdaCheckError, MismatchError, listed
+from adacheck_jax.format.manifest import Leaf
 from adacheck_jax.store.steps.lineage import Lineage
 from adacheck_jax.store.storage.location import AnyPath
 from adacheck_jax.update import program as update_program
@@ -31,7 +31,7 @@ class Target:
 
     Args:
         args: arguments of the restore.
-        base: manifest that describes the saved leaves.
+        leaves: descriptions of the saved leaves.
         saved_tree: Orbax's metadata tree of the base.
         where: directory of the step, for messages.
         shardings_damage: damage of the file of saved shardings, None if it is whole; raised if a
@@ -44,14 +44,14 @@ class Target:
     def __init__(
         self,
         args: RestoreArgs,
-        base: BaseManifest,
+        leaves: Sequence[Leaf],
         saved_tree: PyTree,
         where: AnyPath,
         shardings_damage: AdaCheckError | None = None,
     ) -> None:
         self._args, self._where = args, where
         self._shardings_damage = shardings_damage
-        self._specs = {leaf.path: leaf for leaf in base.leaves}
+        self._specs = {leaf.path: leaf for leaf in leaves}
         self._saved_tree = saved_tree
         self._saved, _ = trees.flatten(saved_tree)
         state: Any = args.abstract_state
@@ -118,10 +118,11 @@ class Target:
             expected,
             found,
             where=f"{where}: the abstract state does not fit what was saved",
-            remedy="Build the abstract state from the code that saved it (jax.eval_shape), mark "
-            "leaves to leave out with ocp.PLACEHOLDER, leave out all that it does not have with "
-            "partial_restore=True, or pass no abstract state. If the model has another layout now "
-            "(scanned layers, other names), say so with RestoreArgs(rules=...).",
+            remedy="Build the abstract state from the code that saved it (jax.eval_shape; numpy "
+            "arrays and Python numbers themselves), mark leaves to leave out with ocp.PLACEHOLDER, "
+            "leave out all that it does not have with partial_restore=True, or pass no abstract "
+            "state. If the model has another layout now (scanned layers, other names), say so with "
+            "RestoreArgs(rules=...).",
             words=("saved", "asked for"),
         )
 
@@ -141,7 +142,7 @@ class Target:
         shape = tuple(np.shape(leaf))
         saved_dtype = spec.key_type or spec.dtype
         saved_shape = spec.shape[:-1] if spec.key_type else spec.shape
-        if _same_kind(dtype, saved_dtype):
+        if trees.is_same_kind(dtype, saved_dtype):
             dtype = saved_dtype
         if not self._args.strict and len(shape) == len(saved_shape):
             shape = saved_shape
@@ -167,7 +168,7 @@ class Target:
         """Place replayed leaves, by leaf path and in place, as :meth:`placements` has them."""
         for path, wanted in placements.items():
             leaf = leaves[path]
-            if leaf is None or wanted is None:
+            if wanted is None or not hasattr(leaf, "dtype"):  # a Python number stays one
                 continue
             if wanted is np.ndarray:
                 leaves[path] = _on_host(leaf)
@@ -187,11 +188,11 @@ class Target:
             if self._wanted[each.path] is ocp.PLACEHOLDER and not each.key_type and each.nbytes
         }
 
-    def placements(self, lineage: Lineage) -> dict[str, Any]:
+    def placements(self, lineage: Lineage | None = None) -> dict[str, Any]:
         """Placement of each leaf, by leaf path: a sharding, ``np.ndarray``, or None for unread."""
-        update = lineage.base.update
+        update = None if lineage is None else lineage.base.update
         needed: set[int] = set()
-        if update is not None and lineage.replayed_count:
+        if lineage is not None and update is not None and lineage.replayed_count:
             needed = {*update.explained, *update.consumed}
         result = {}
         for index, (path, spec) in enumerate(self._specs.items()):
@@ -203,11 +204,9 @@ class Target:
         return result
 
     def _placement(self, path: str, spec: Leaf, leaf: Any) -> Any:
-        if isinstance(leaf, np.ndarray | np.generic | int | float | complex):
-            return np.ndarray
-        sharding = getattr(leaf, "sharding", None)
-        if isinstance(sharding, jax.sharding.Sharding):
-            return sharding if self._args.strict else _fitting(sharding, spec)
+        place = transfer.placement_of(leaf)
+        if place is not None:
+            return place if self._args.strict or place is np.ndarray else _fitting(place, spec)
         fallback = self._args.fallback_sharding
         try:
             saved = self._saved_sharding(path, fallback)
@@ -220,49 +219,75 @@ class Target:
         return np.ndarray if saved is None else _fitting(saved, spec)
 
     def _saved_sharding(self, path: str, fallback: Any) -> jax.sharding.Sharding | None:
+        """The sharding that a leaf was saved with, by Orbax's metadata; None if on no devices.
+
+        Raises:
+            ValueError: the devices do not exist here and there is no fallback.
+        """
         if self._shardings_damage is not None:
             raise self._shardings_damage
-        return _saved_sharding(self._saved.get(path), fallback)
+        metadata = getattr(self._saved.get(path), "sharding", None)
+        try:
+            return None if metadata is None else metadata.to_jax_sharding()
+        except ValueError:
+            if fallback is None:
+                raise
+            return fallback
+
+    def converted(self, leaves: Mapping[str, Any]) -> dict[str, tuple[str, str]]:
+        """Data types of the leaves that are cast, as saved and as asked for, by leaf path.
+
+        Raises:
+            MismatchError: integers do not fit into the type asked for, in this process.
+        """
+        asked = {} if self._treedef is None else self._wanted | self._consumed
+        casts: dict[str, tuple[Any, Any]] = {}
+        for path, wanted in asked.items():
+            leaf: Any = leaves.get(path if path in leaves else consumed_leaf(path))
+            dtype = _dtype(leaf, wanted)
+            if dtype is not None and dtype != leaf.dtype:
+                casts[path] = leaf, dtype
+        transfer.expect_fitting(casts, self._where)
+        self._tell_narrowed(casts)
+        return {path: (str(leaf.dtype), str(dtype)) for path, (leaf, dtype) in casts.items()}
 
     def finish(self, leaves: Mapping[str, Any]) -> PyTree:
-        """The wanted tree, in wanted types, shapes and layouts, from verified leaves by path."""
+        """The wanted tree, in wanted types, shapes and layouts, from verified leaves by path.
+
+        After :meth:`converted`, in all processes.
+        """
         if self._treedef is None:
             return jax.tree_util.tree_map_with_path(
                 lambda key_path, _: leaves.get(trees.leaf_path(key_path)),
                 self._saved_tree,
                 is_leaf=lambda node: node is None,  # stands for an array without elements
             )
-        every = dict(leaves)
+        finished = {path: self._finish(leaves.get(path), x) for path, x in self._wanted.items()}
         for path, wanted in self._consumed.items():
-            sharding = getattr(wanted, "sharding", None)
             if is_result(path):
                 value = jnp.zeros(np.shape(wanted), jnp.uint32)
             else:
-                value = leaves[consumed_leaf(path)]
-            every[path] = value if sharding is None else jax.device_put(value, sharding)
+                value = self._finish(leaves[consumed_leaf(path)], wanted)
+            sharding = getattr(wanted, "sharding", None)
+            finished[path] = value if sharding is None else jax.device_put(value, sharding)
         asked = self._wanted | self._consumed
-        self._tell_narrowed(every, asked)
-        finished = (self._finish(every.get(path), asked[path]) for path in self._paths)
-        return trees.unflatten(self._treedef, finished)
+        placed = (transfer.like(finished[path], asked[path]) for path in self._paths)
+        return trees.unflatten(self._treedef, placed)
 
-    def _tell_narrowed(self, leaves: Mapping[str, Any], asked: Mapping[str, Any]) -> None:
+    def _tell_narrowed(self, casts: Mapping[str, tuple[Any, Any]]) -> None:
         """Warns where a whole state is asked for, some of it with less precision than it has."""
-        if any(asked[path] is ocp.PLACEHOLDER for path in self._paths):
+        if any(self._wanted.get(path) is ocp.PLACEHOLDER for path in self._paths):
             return  # params to be used, and not a run to go on with
-        narrowed = list[str]()
-        for path in self._paths:
-            value: Any = leaves.get(path)
-            wanted = asked[path]
-            if hasattr(value, "dtype") and hasattr(wanted, "dtype") and not transfer.is_key(value):
-                saved, dtype = value.dtype, trees.dtype_of(wanted)
-                if saved != dtype and jnp.promote_types(saved, dtype) != dtype:
-                    narrowed.append(f"{path} ({saved} as {dtype})")
-        if narrowed:
+        if narrowed := [
+            f"{path} ({leaf.dtype} as {dtype})"
+            for path, (leaf, dtype) in casts.items()
+            if not trees.are_integers(dtype) and trees.loses(leaf.dtype, dtype)
+        ]:
             _log.warning(
                 "%s: the abstract state asks for less precision than was saved, so leaves (%d) "
                 "are rounded: %s. To go on with the bits that were saved, ask for the types of a "
                 "state that was trained: an optimizer may change those of init at its first step.",
-                *(self._where, len(narrowed), ", ".join(narrowed[:5])),
+                *(self._where, len(narrowed), listed(narrowed, 5)),
             )
 
     def _finish(self, value: Any, wanted: Any) -> Any:
@@ -270,15 +295,12 @@ class Target:
             return ocp.PLACEHOLDER
         if transfer.is_key(value):
             return value
-        if isinstance(wanted, int | float | complex):
-            return type(wanted)(value)
-        if not hasattr(value, "dtype"):
-            return value
+        if _dtype(value, wanted) is None:
+            return type(wanted)(value) if isinstance(wanted, int | float | complex) else value
         if value.shape != tuple(np.shape(wanted)):
             value = _resized(value, tuple(np.shape(wanted)), getattr(wanted, "sharding", None))
-        dtype = trees.dtype_of(wanted)
-        if value.dtype != dtype:
-            value = value.astype(dtype)
+        if value.dtype != (dtype := _dtype(value, wanted)):
+            value = transfer.cast(value, dtype)
         layout = getattr(wanted, "format", None) if self._args.support_layout else None
         return value if layout is None else jax.device_put(value, layout)
 
@@ -303,13 +325,15 @@ def _on_host(leaf: Any) -> Any:
     return np.asarray(leaf)
 
 
-def _same_kind(a: str, b: str) -> bool:
-    """True if a cast between two data types changes precision only, as Orbax's casts do."""
-    if a.startswith("key<") or b.startswith("key<"):
-        return a == b
-    kinds = (jnp.floating, jnp.integer, jnp.complexfloating, jnp.bool_)
-    dtypes = jnp.dtype(a), jnp.dtype(b)
-    return any(all(jnp.issubdtype(dtype, kind) for dtype in dtypes) for kind in kinds)
+def _dtype(value: Any, wanted: Any) -> Any:
+    """Data type that a leaf is returned in; None if it keeps its own, or becomes a number."""
+    is_number = isinstance(wanted, int | float | complex)
+    if is_number or wanted is ocp.PLACEHOLDER or not hasattr(value, "dtype"):
+        return None
+    if transfer.is_key(value):
+        return value.dtype
+    dtype = trees.dtype_of(wanted)
+    return jax.dtypes.canonicalize_dtype(dtype) if isinstance(value, jax.Array) else dtype
 
 
 def _fitting(sharding: jax.sharding.Sharding, spec: Leaf) -> jax.sharding.Sharding:
@@ -325,29 +349,10 @@ def _fitting(sharding: jax.sharding.Sharding, spec: Leaf) -> jax.sharding.Shardi
 def _resized(value: Any, shape: tuple[int, ...], sharding: Any) -> Any:
     """Truncate or pad with zeros, as Orbax does for ``strict=False``."""
 
-    def resize(x: Any) -> Any:
+    def resize(x: Any, pad: Any = jnp.pad) -> Any:
         x = x[tuple(slice(0, n) for n in shape)]
-        return jnp.pad(x, [(0, n - m) for n, m in zip(shape, x.shape, strict=True)])
+        return pad(x, [(0, n - m) for n, m in zip(shape, x.shape, strict=True)])
 
     if not isinstance(value, jax.Array):
-        return np.asarray(resize(jnp.asarray(value)))
+        return resize(value, np.pad)  # jax may make no elements as wide
     return jax.jit(resize, out_shardings=sharding)(value)
-
-
-def _saved_sharding(
-    leaf: Any, fallback: jax.sharding.Sharding | None
-) -> jax.sharding.Sharding | None:
-    """The sharding that a leaf was saved with, from Orbax's metadata; None if on no devices.
-
-    Raises:
-        ValueError: the devices do not exist here and there is no fallback.
-    """
-    metadata = getattr(leaf, "sharding", None)
-    if metadata is None:
-        return None
-    try:
-        return metadata.to_jax_sharding()
-    except ValueError:
-        if fallback is None:
-            raise
-        return fallback

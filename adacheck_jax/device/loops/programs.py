@@ -147,6 +147,7 @@ class Gathering:
 
     def __init__(self) -> None:
         self._calls: list[_Waiting] = []
+        self._dispatched: list[Future[Any]] = []
         self._lock = threading.Lock()
 
     @contextlib.contextmanager
@@ -181,6 +182,7 @@ class Gathering:
         """Dispatches the calls that wait."""
         with self._lock:
             calls, self._calls = self._calls, []
+            self._dispatched += [call.result for call in calls]
             joint: dict[Any, list[_Waiting]] = {}
             for call in calls:
                 program = call.program
@@ -193,6 +195,13 @@ class Gathering:
                     if not call.result.done():
                         call.result.set_exception(error)
                 raise
+
+    def wait(self) -> None:
+        """Waits until what was dispatched has read its arrays."""
+        with self._lock:
+            dispatched, self._dispatched = self._dispatched, []
+        for each in dispatched:
+            jax.block_until_ready(each.result())
 
 
 _gathering: ContextVar[Gathering | None] = ContextVar("adacheck_gathering", default=None)

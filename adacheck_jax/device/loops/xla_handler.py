@@ -11,14 +11,13 @@ from __future__ import annotations
 
 from typing import Any
 
-import numba
 import numpy as np
-from numba import types
 
 from adacheck_jax.device.loops.shard_tables import COLUMN, COUNT, FIRST, SHAPE, STRIDE, TO, WIDTH
 from adacheck_jax.format import compiled_loops
 from adacheck_jax.format.compiled_loops import at as _at
 from adacheck_jax.format.compiled_loops import carray as _carray
+from adacheck_jax.format.compiled_loops import numba, types
 
 _HEAD = [("size_bytes", "i8"), ("extension", "u8")]
 _LIST = np.dtype([*_HEAD, ("length", "i8"), ("types", "u8"), ("items", "u8")])

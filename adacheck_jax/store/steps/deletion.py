@@ -20,7 +20,8 @@ from adacheck_jax.errors import (
     tells_of_absence,
 )
 from adacheck_jax.format.manifest import DeltaManifest
-from adacheck_jax.store.steps import lookup, manifest_file, marks
+from adacheck_jax.store.steps import lineage as lineages
+from adacheck_jax.store.steps import lookup, manifest_file, marks, roots
 from adacheck_jax.store.steps.folders import LINEAGE
 from adacheck_jax.store.storage.location import AnyPath, at
 
@@ -34,12 +35,13 @@ _LOOK_BY_REQUEST_S = 0.1
 
 
 @contextlib.contextmanager
-def told(item_directory: AnyPath) -> Iterator[None]:
+def told(item_directory: AnyPath, *errors: type[Exception]) -> Iterator[None]:
     """Tells what is missing of a step that somebody deletes as its deletion, not as damage.
 
     Args:
         item_directory: item directory of the step that is read, not in a view that was listed
-            before.
+            before; or the step's own directory.
+        errors: other errors that what is missing may raise.
 
     Raises:
         StepDeletedError: in place of the error of a step that is gone, or that builds on one that
@@ -49,7 +51,7 @@ def told(item_directory: AnyPath) -> Iterator[None]:
         yield
     except StepDeletedError:
         raise
-    except (FormatError, IntegrityError, LineageError, StorageError) as error:
+    except (FormatError, IntegrityError, LineageError, StorageError, *errors) as error:
         # Bytes that were read and are wrong are damage, unless the step has gone since.
         is_damage = isinstance(error, IntegrityError) and not tells_of_absence(error)
         looked_at = [item_directory]
@@ -59,11 +61,17 @@ def told(item_directory: AnyPath) -> Iterator[None]:
         if gone is None:
             raise
         builds = "" if gone == item_directory else f", and {item_directory} builds on it"
-        raise StepDeletedError(
-            f"{gone}: expected a step to read, found that it was deleted{builds}. It is gone and "
-            "not damaged, as a manager's retention deletes steps: call manager.reload() and "
-            "restore the newest step, or restore with skip_damaged=True."
-        ) from error
+        raise error_of(gone, builds) from error
+
+
+def error_of(directory: AnyPath, builds: str = "") -> StepDeletedError:
+    """The error of who reads a step that is gone."""
+    return StepDeletedError(
+        f"{directory}: expected a step to read, found that it was deleted{builds}. It is gone and "
+        "not damaged, as a manager's retention deletes steps: call manager.reload() and "
+        "restore the newest step, or restore with skip_damaged=True. Steps that are there now: "
+        f"{lineages.shown_steps(_left(directory))}."
+    )
 
 
 def is_deleted(item_directory: AnyPath) -> bool:
@@ -95,6 +103,16 @@ def first_deleted(directories: Sequence[AnyPath], still_s: float = _STILL_S) -> 
             return None
         looks += 1
         time.sleep(pause_s)
+
+
+def _left(item_directory: AnyPath) -> list[int]:
+    """Numbers of the steps that are left under the root of one that is gone."""
+    (root, _), found = roots.place_of_lost(item_directory).line, set[int | None]()
+    with contextlib.suppress(OSError, AdaCheckError):
+        found.update(
+            roots.stock_steps(root), (roots.place_of(x).step for x in roots.items_of(root))
+        )
+    return sorted(each for each in found if each is not None)
 
 
 def _files(item_directory: AnyPath) -> frozenset[str] | None:

@@ -9,6 +9,7 @@ from adacheck_jax.errors import AdaCheckError
 from adacheck_jax.format.manifest import DeltaManifest, Manifest
 from adacheck_jax.store.steps import manifest_file
 from adacheck_jax.store.steps.folders import BASE, DELTA, KEPT, LINEAGE
+from adacheck_jax.store.steps.lineage import Lineage
 from adacheck_jax.store.steps.lookup import resolve
 from adacheck_jax.store.steps.marks import (
     COMMIT_MARK,
@@ -34,15 +35,15 @@ class Step:
         step: step number, by the manifest or else by the path; -1 if neither tells it.
         directory: item directory.
         manifest: its manifest, None if it cannot be read.
+        lineage: base and deltas that it is restored from, None if there is an error.
         error: the reason why it cannot be restored, None if its lineage resolves.
-        delta_count: number of deltas after its base; None without a lineage.
     """
 
     step: int
     directory: AnyPath
     manifest: Manifest | None
+    lineage: Lineage | None
     error: AdaCheckError | None
-    delta_count: int | None = None
 
 
 def items_of(root: AnyPath, *, committed: bool = True) -> list[AnyPath]:
@@ -87,22 +88,18 @@ def steps_of(root: AnyPath, item: str | None = None) -> list[Step]:
         if item is not None and directory.name != item:
             continue
         manifest: Manifest | None = None
+        lineage: Lineage | None = None
         error: AdaCheckError | None = None
-        delta_count: int | None = None
         try:
             manifest = read(directory / manifest_file.FILE)
-            if isinstance(manifest, DeltaManifest):
-                delta_count = resolve(directory, read).delta_count
-            else:
-                at(directory).check_plain()
-                delta_count = 0
+            lineage = resolve(directory, read)
         except AdaCheckError as refused:
             error = refused
             if not at(directory).is_folder:
                 continue  # deleted while it was looked at
         number = manifest.step if manifest else place_of(directory).step
         number = -1 if number is None else number
-        steps.append(Step(number, directory, manifest, error, delta_count))
+        steps.append(Step(number, directory, manifest, lineage, error))
     return sorted(steps, key=lambda step: (step.step, str(step.directory)))
 
 

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import re
 from dataclasses import dataclass
 from typing import Any, Literal
 
-from adacheck_jax.errors import FormatError
+from adacheck_jax.errors import FormatError, StorageError
 
 Stamp = tuple[Any, ...]
 """Identity of one written value: another one under the same key has another stamp."""
@@ -30,6 +31,24 @@ class NotPlainError(FormatError, OSError):
             "restore another step."
         )
         self.strerror = f"found {kind}, which is not followed"
+
+
+def refuse_misread(path: str, misread: str) -> None:
+    """Refuse a path that a part of those who read and write it would take for another one.
+
+    Args:
+        path: the path, or the URL.
+        misread: characters of which a path has none, as a class of a regular expression.
+
+    Raises:
+        StorageError: it has one of them.
+    """
+    if found := re.search(misread, path):
+        raise StorageError(
+            f"{path!r}: expected a path that all who read and write it take for the same, found "
+            f"{found[0]!r} in it, which some cannot take, or take for another character. Nothing "
+            "was read or written; give a path without it, or rename what has it."
+        )
 
 
 @dataclass(frozen=True, slots=True)

@@ -41,6 +41,7 @@ class KvStore:
     """
 
     is_file_system = False
+    misread = r"[\0-\x1f\x7f\ud800-\udfff]"  # stores advise against these, and some hang
 
     def __init__(self, url: str) -> None:
         self._url = f"{url.rstrip('/')}/"

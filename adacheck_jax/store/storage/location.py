@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeAlias
 
 from adacheck_jax.errors import StorageError
-from adacheck_jax.store.storage.interface import Entry, Stamp
+from adacheck_jax.store.storage.interface import Entry, Stamp, refuse_misread
 from adacheck_jax.store.storage.posix import Posix
 
 if TYPE_CHECKING:  # which load tensorstore
@@ -273,25 +273,32 @@ def _bucket(url: str) -> Storage:
     return KvStore(url)
 
 
-def located(text: str) -> AnyPath:
+def located(named: AnyPath | str) -> AnyPath:
     """The absolute path, or the location in an object store, that a user names.
 
     Args:
-        text: a local path, or a URL: ``gs://bucket/...`` or ``s3://bucket/...``.
+        named: a local path, or a URL: ``gs://bucket/...`` or ``s3://bucket/...``.
 
     Raises:
-        StorageError: a URL of another kind.
+        StorageError: a URL of another kind; or a path that is read otherwise in some places.
     """
-    scheme, mark, rest = text.partition("://")
+    if isinstance(named, Location):
+        refuse_misread(str(named), named.storage.misread)
+        return named
+    scheme, mark, rest = (text := str(named)).partition("://")
     if not mark:
-        return Path(text).absolute()
+        path = Path(text).absolute()
+        refuse_misread(str(path), _POSIX.misread)
+        return path
     bucket, _, key = rest.partition("/")
     if scheme not in _SCHEMES or not bucket:
         raise StorageError(
             f"{text}: expected a local path, {' or '.join(f'{s}://BUCKET/...' for s in _SCHEMES)}, "
             "found another URL. Mount it, or name another root; nothing was read or written."
         )
-    return Location(_bucket(f"{scheme}://{bucket}"), posixpath.normpath(key) if key else "")
+    storage = _bucket(f"{scheme}://{bucket}")
+    refuse_misread(text, storage.misread)
+    return Location(storage, posixpath.normpath(f"/{key.lstrip('/')}")[1:])  # as Orbax reads it
 
 
 def at(path: AnyPath) -> Location:

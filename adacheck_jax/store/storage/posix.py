@@ -14,7 +14,13 @@ from concurrent.futures import ThreadPoolExecutor
 from typing import IO, Any
 
 from adacheck_jax.format.one_process import OneProcess
-from adacheck_jax.store.storage.interface import Entry, Kind, NotPlainError, Stamp
+from adacheck_jax.store.storage.interface import (
+    Entry,
+    Kind,
+    NotPlainError,
+    Stamp,
+    refuse_misread,
+)
 
 _THREADS = 8
 """Concurrent syncs share one write of the file system's journal."""
@@ -32,6 +38,7 @@ class Posix:
     is_file_system = True
     looks_cost = False
     context = None
+    misread = r"[\\\0\ud800-\udfff]"  # to tensorstore a backslash is a slash, and all is UTF-8
 
     def shown(self, key: str) -> str:
         return key
@@ -205,7 +212,9 @@ class Posix:
     def spec(self, prefix: str) -> dict[str, Any]:
         """Tensorstore's specification of files below a directory, or beside each other."""
         folder, _, rest = prefix.rpartition("/")
-        return {"driver": "file", "path": f"{os.path.realpath(folder or '/')}/{rest}"}
+        path = f"{os.path.realpath(folder or '/')}/{rest}"
+        refuse_misread(path, self.misread)  # a link may lead anywhere
+        return {"driver": "file", "path": path}
 
 
 def _stamp(status: os.stat_result) -> Stamp:
