@@ -635,7 +635,7 @@ def served(gcs):
     RetentionInStore.url = gcs.url
 
 
-# The same examples each time; `python -m tests.campaigns.retention` tries others.
+# The same examples each time; `python -m tests.campaigns.machine --profile any-order` tries others.
 FEW = sizes(5, derandomize=True)
 MANY = sizes(settings().max_examples)
 
