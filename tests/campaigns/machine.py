@@ -281,7 +281,7 @@ class World:
         self._kept = {**profile.life, **self._options}.get("kept")
         self._digests: dict[int, str] = {}
         self._committed, self._deleted = list[int](), set[int]()
-        self._inside: dict[int, list[int]] = {}
+        self._inside, self._begun = dict[int, list[int]](), set[int]()
         self._lines: list[Lines] = []
         self._expected, self._wiped, self._each, self._examined = 0, set[int](), 1, 0
         self._name = f"seed {seed}"
@@ -602,8 +602,10 @@ class World:
                 pending.append(step)
             elif what == "saving":
                 self._inside[step], pending = pending, []
+                self._begun.add(step)
             elif what == "committed":
                 self._committed.append(step)
+                self._begun.discard(step)
                 self.tally.counts["reported as saved"] += 1
             elif what == "deleted":
                 self._deleted.add(step)
@@ -620,13 +622,15 @@ class World:
     def _judge_left(self) -> None:
         """Nothing is left behind by a life that has ended well."""
         names = os.listdir(self._root)
-        strange = [name for name in names if not name.isdecimal()]
+        # Orbax leaves what it had begun of a step whose save failed, and that is not saved again.
+        begun = {f"{step}.orbax-checkpoint-tmp" for step in self._begun}
+        strange = [name for name in names if not name.isdecimal() and name not in begun]
         strange += [
             str(path)
             for path in Path(self._root).rglob(".*")
             if path.name.endswith((".tmp", ".__lock"))
         ]
-        if strange or (self._kept is not None and len(names) > self._kept):
+        if strange or (self._kept and sum(map(str.isdecimal, names)) > self._kept):
             self.tally.other.append(f"{self._name}: left behind: {strange or sorted(names)}")
 
     def _judge_fault(self, fault: Mapping[str, Any]) -> None:

@@ -1,4 +1,4 @@
-"""Campaigns of perturbed runs and of recomputed updates: small ones, and all with -m campaign."""
+"""Campaigns of training runs: small ones, and all with -m campaign."""
 
 import json
 
@@ -6,48 +6,30 @@ import numpy as np
 import pytest
 
 from adacheck_jax.save.pending import Pending, Phase
-from tests.campaigns import (
-    command,
-    growth,
-    history,
-    interleavings,
-    matrix,
-    perturbations,
-    replays,
-    replica_drift,
-    training,
-)
-from tests.campaigns.outcomes import differing
+from tests.campaigns import command, growth, history, interleavings, plans, replica_drift, rows
+from tests.campaigns.runs import differing
 
 SEEDS = ((24,), (33,), (36,))
 """Of runs on one device: one is resumed, one has its update apart, one averages its params."""
 
 
-def test_a_seed_tells_the_whole_run():
-    assert perturbations.draw(17, 8) == perturbations.draw(17, 8) != perturbations.draw(18, 8)
+@pytest.mark.parametrize("family", plans.FAMILIES)
+def test_a_seed_tells_the_whole_run(family):
+    drawn = [plans.plan_of(family, seed, 8) for seed in (17, 17, 18)]
+    assert drawn[0] == drawn[1] != drawn[2]
+    assert plans.Plan(**{**vars(drawn[0])}) == drawn[0]
 
 
 def test_every_kind_of_perturbation_is_certain_to_come():
-    plans = [perturbations.draw(seed) for seed in range(len(perturbations.KINDS))]
-    assert [plan.kinds[0] for plan in plans] == [*perturbations.KINDS]
+    drawn = [plans.draw(seed) for seed in range(len(plans.KINDS))]
+    assert [plan.kinds[0] for plan in drawn] == [*plans.KINDS]
 
 
 def test_bits_are_compared_and_not_values():
     zeros = [np.array([0.0, 1.0], np.float32), np.array([-0.0, 1.0], np.float32)]
     assert differing(zeros[:1], zeros[1:]) == 1
-    assert replays.different_elements(*zeros) == 1
     nan = np.array([np.nan], np.float32)
-    assert replays.different_elements(nan, nan.copy()) == 0
-
-
-def test_a_case_is_read_as_it_was_written(tmp_path):
-    arrays = [np.arange(3, dtype=np.float32), np.array(5, np.int32)]
-    update = replays.Update(arrays, [], arrays[:1], [], arrays, [])
-    replays.Case(b"program", ["a", "b"], [update, update]).write(tmp_path / "case")
-    case = replays.read(tmp_path / "case")
-    assert (case.program, case.names, len(case.updates)) == (b"program", ["a", "b"], 2)
-    found = case.updates[1].params
-    assert [(x.dtype, x.tolist()) for x in found] == [(x.dtype, x.tolist()) for x in arrays]
+    assert differing([nan], [nan.copy()]) == 0
 
 
 def test_a_campaign_ends_by_its_count_or_its_time(capsys):
@@ -70,13 +52,23 @@ def test_problems_are_told_and_keep_the_directory(tmp_path, capsys, problems):
 @pytest.mark.first(0, slow=1)
 @pytest.mark.parametrize("seeds", SEEDS)
 def test_every_saved_step_of_a_few_runs_is_restored(seeds):
-    found = list(training.campaign(seeds, devices=1, options=[]))
+    found = [*rows.campaign(seeds, devices=1, options=[])]
     assert [each["seed"] for each in found] == [*seeds]
-    sums = training.totals(found)
+    assert not [text for each in found for text in rows.problems(each, "matrix")]
+    sums = rows.totals(found)
     steps = sum(each["steps"] - len(each["dropped"]) for each in found)  # resumed before they were
     assert sums["saved"] == sums["exact"] == steps
-    none = ("lost", "wrong", "vanished", "refused", "failed")
-    assert {each: sums[each] for each in none} == dict.fromkeys(none, 0)
+
+
+@pytest.mark.first(0, slow=2)
+@pytest.mark.parametrize(("family", "seed"), [("matrix", 50202), ("exactness", 0), ("summing", 3)])
+def test_the_steps_of_a_row_are_restored_on_all_meshes(family, seed):
+    (found,) = rows.campaign([seed], devices=8, options=["--family", family])
+    assert not rows.problems(found, family), found
+    counts = found["counts"]
+    assert counts["saved"] == counts["exact"] == found["steps"]
+    assert counts["replayed"] == found["steps"] - 1
+    assert counts["other mesh"] == counts["exact there"] + counts.get("rounded there", 0) > 0
 
 
 @pytest.mark.slow
@@ -101,20 +93,20 @@ def test_a_move_that_is_not_in_the_table_is_noted():
 
 @pytest.mark.campaign
 @pytest.mark.timeout(4 * 3600)
-@pytest.mark.parametrize("check", ["sample", "full"])
-def test_no_step_of_a_perturbed_run_is_lost(check):
-    runs = training.campaign(range(216), devices=None, options=[f"--check={check}"])
-    sums = training.totals([*runs])
-    assert sums["lost"] == (sums["of a part"] if check == "sample" else 0)
-    none = ("lost there", "wrong", "vanished", "failed", "runs refused twice")
-    assert {each: sums[each] for each in none} == dict.fromkeys(none, 0)
-
-
-@pytest.mark.campaign
-@pytest.mark.timeout(4 * 3600)
-def test_no_element_of_a_recomputed_update_differs():
-    rows = [*matrix.rows_of(range(300), [], None)]
-    assert not [matrix.line_of(row) for row in rows if row["class"] in ("differs", "crash")]
+@pytest.mark.parametrize(
+    ("family", "count", "options"),
+    [
+        ("training", 216, ["--check=sample"]),
+        ("training", 216, ["--check=full"]),
+        ("matrix", 300, []),
+        ("exactness", len(plans.table()), []),
+    ],
+)
+def test_no_step_of_a_row_is_lost(family, count, options):
+    devices = None if family == "training" else 8
+    options = ["--family", family, *options]
+    found = [*rows.campaign(range(count), devices=devices, options=options)]
+    assert not [text for each in found for text in rows.problems(each, family)]
 
 
 @pytest.mark.slow
