@@ -612,7 +612,7 @@ class World:
             elif what == "looked" and words[2] != self._digests.get(step):
                 self.tally.wrong.append(f"{self._name}: step {step} has other bits where looked at")
             elif what == "said" and "Recorded steps that are not saved" in " ".join(words):
-                lost = _steps_named(" ".join(words))
+                lost = command.steps_given_up(" ".join(words[1:]))
                 self._inside = {k: [x for x in v if x not in lost] for k, v in self._inside.items()}
                 self.tally.counts["recorded steps given up, told"] += len(lost)
             failed |= what == "failed"
@@ -757,14 +757,17 @@ class World:
     def _run_commands(self) -> None:
         from tests.campaigns import beside
 
+        def steps() -> list[int]:
+            return [int(each) for each in os.listdir(self._root) if each.isdecimal()]
+
+        until_s = time.monotonic() + START_S
+        while len(steps()) < 2 and time.monotonic() < until_s:
+            time.sleep(0.05)
         for _ in range(self.profile.commands):
             time.sleep(self._rng.uniform(0, 0.2))
             name = [*beside.VERBS][self.tally.tried % len(beside.VERBS)]
-            steps = [int(each) for each in os.listdir(self._root) if each.isdecimal()]
-            if not steps:
-                continue
             root, out = Path(self._root), self._place / "command"
-            found = beside.attempt(name, root, out, min(steps))
+            found = beside.attempt(name, root, out, min(steps()))
             self.tally.tried += 1
             self.tally.counts["commands that told of a deletion"] += bool(found.told)
             if not found.is_right:
@@ -835,15 +838,6 @@ def _steps(own: Lines, word: str) -> list[int]:
             found.clear()
         elif words[0] == word:
             found.append(int(words[1]))
-    return found
-
-
-def _steps_named(message: str) -> set[int]:
-    """The steps in a warning such as ``...: 3 to 5, 7; because``."""
-    found = set[int]()
-    for part in message.partition(": ")[2].partition(";")[0].split(","):
-        numbers = [int(word) for word in part.split() if word.isdecimal()]
-        found |= {*range(numbers[0], numbers[-1] + 1)} if numbers else set()
     return found
 
 

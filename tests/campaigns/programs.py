@@ -125,7 +125,7 @@ def _gradients_of(plan: Plan) -> Callable[..., Any]:
         if plan.lookahead:
             params = params.fast
         graded = jax.value_and_grad(loss, has_aux=True, allow_int=plan.integers)
-        (value, carried), grads = graded(params, carried, batch)
+        (value, carried), grads = graded(params)
         if plan.integers:
             grads = {**grads, "ids": jnp.ones((48,), jnp.int32)}
         if plan.program == "mapped" and len(batch[0]) > 1:

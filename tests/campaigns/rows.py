@@ -104,6 +104,8 @@ def problems(each: dict[str, Any], family: str) -> list[str]:
     found = [text for text in found if not any(f"lost: {step}," in text for step in part)]
     if family != "training" and (count := each["counts"].get("found by checks")):
         found.append(f"checks found {count} leaves that differ")
+    if family in ("training", "exactness") and each["left_out"].startswith("not trainable"):
+        found.append(each["left_out"])
     if family != "training":
         found += [f"refused: {text}" for text in each["found"].get("refused", ())]
     return found

@@ -95,7 +95,7 @@ class Outcome:
     @property
     def json(self) -> dict[str, Any]:
         """As it is written to a file."""
-        return asdict(self)
+        return vars(self) | {"found": {name: texts for name, texts in self.found.items() if texts}}
 
 
 class Disk:
