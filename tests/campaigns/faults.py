@@ -28,7 +28,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.common import environment
-from tests.campaigns import command, machine
+from tests.campaigns import command, profiles
 
 ROOT = Path(__file__).parents[2]
 SIZES = ("small", "full")
@@ -128,7 +128,7 @@ _CHEAP = "refused cheaply, or accepted and consistent"
 
 
 def _machine(name: str, small: int, full: int, more: str = "") -> Campaign:
-    profile = machine.PROFILES[name]
+    profile = profiles.PROFILES[name]
     common = f"--profile {name} --json --seed {{seed}} --directory {{work}}/run {more}"
     return Campaign(
         f"{name}{more.replace('--store ', '-')}",
@@ -169,12 +169,12 @@ CAMPAIGNS: tuple[Campaign, ...] = (
     _machine("damage", 1, 40),
     _machine("beside", 1, 20),
     Campaign(
-        machine.ANY_ORDER,
+        profiles.ANY_ORDER,
         "saves, deletions, moves, crashes, restores in any order",
         "what is there is exact; what is missed is named",
         "tests.campaigns.machine",
         {
-            size: f"--profile {machine.ANY_ORDER} --json --seed {{seed}} --count {count}"
+            size: f"--profile {profiles.ANY_ORDER} --json --seed {{seed}} --count {count}"
             for size, count in {"small": 10, "full": 500}.items()
         },
         machine_rows,
