@@ -60,7 +60,7 @@ def test_every_saved_step_of_a_few_runs_is_restored(seeds):
     assert sums["saved"] == sums["exact"] == steps
 
 
-@pytest.mark.first(0, slow=2)
+@pytest.mark.first(0, slow=1)
 @pytest.mark.parametrize(("family", "seed"), [("matrix", 50202), ("exactness", 0), ("summing", 3)])
 def test_the_steps_of_a_row_are_restored_on_all_meshes(family, seed):
     (found,) = rows.campaign([seed], devices=8, options=["--family", family])
@@ -111,8 +111,8 @@ def test_no_step_of_a_row_is_lost(family, count, options):
 
 @pytest.mark.slow
 def test_single_flipped_bits_are_named_by_step_leaf_and_element():
-    found = history.campaign(steps=30, mb=0.2, faults=2, clean=1, seed=0)
-    assert [each.is_right for each in found] == [True] * 3
+    found = [*history.campaign(steps=30, mb=0.2, faults=2, clean=1, seed=0)]
+    assert [each.is_right for each in found] == [True] * 3, found
     assert all(max(each.restored_counts) <= 7 for each in found)
 
 

@@ -17,10 +17,9 @@ from tests.campaigns.world import Tally, World
 
 ROOT = Path(__file__).parents[2]
 SMALL = {
-    "kills": ("crashes=4", "together=3", "beside=1"),
-    "memory": ("shadow=3", "hosts=3"),
-    "storage": ("operations=6", "disk=3", "outages=2", "damage=1"),
-    "phases": ("phases=3",),
+    "kills": ("crashes=3", "together=2", "phases=2"),
+    "memory": ("shadow=3", "hosts=2"),
+    "storage": ("operations=3", "outages=2", "damage=1"),
 }
 
 
