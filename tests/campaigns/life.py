@@ -41,6 +41,7 @@ from tests.one_process import own  # isort: skip
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import optax
 import orbax.checkpoint as ocp
 import tensorstore as ts
@@ -265,6 +266,15 @@ def digest(state: Any) -> str:
     return found.hexdigest()[:16]
 
 
+def in_all(steps: list[int]) -> list[int]:
+    """The steps that all processes name; collective."""
+    if own.processes == 1:
+        return steps
+    padded = np.array([*steps, *[-1] * 64][:64])
+    every = multihost_utils.process_allgather(padded)
+    return sorted(set.intersection(*({*map(int, row)} for row in every)) - {-1})
+
+
 def spoil(manager: Any) -> None:
     """Flips a bit of a copy in this host's memory, as a bad module would."""
     shadow = manager.handler.run.lines.only[1]._shadow
@@ -450,17 +460,20 @@ class Life:
 
     def _restore_all(self) -> None:
         """Restores each listed step, and what was recorded before it."""
-        for saved in sorted(self.manager.all_steps()):
+        for saved in in_all(sorted(self.manager.all_steps())):
             for step in (*given["inside"].get(str(saved), ()), saved):
                 args = (
                     self.target if step == saved else adacheck.RestoreArgs(self.abstract, step=step)
                 )
+                state, why = None, "another process cannot restore it"
                 try:
                     state = self.manager.restore(saved, args=args)
                 except Exception as error:
-                    tell("damaged", step, f"{type(error).__name__}: {error}")
-                else:
+                    why = f"{type(error).__name__}: {error}"
+                if in_all([step] if state is not None else []):
                     tell("found", step, digest(state))
+                else:
+                    tell("damaged", step, why)
 
     def train(self, step: int) -> None:
         """Trains, records and saves."""

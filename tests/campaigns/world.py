@@ -25,7 +25,7 @@ from tests.campaigns.profiles import Profile
 from tests.processes import Child, forked
 
 LAYOUTS = ("replicated", "halves", "cut")
-START_S, LIMIT_S = 120.0, 300.0
+START_S, LIMIT_S = 180.0, 300.0
 """Longest silence before a life begins to train, and longest life."""
 _TMPFS_BYTES, _TMPFS_INODES = 64 << 20, 4000
 PHASES = {
@@ -242,7 +242,7 @@ class World:
     def _start(
         self,
         kind: str,
-        heartbeat_s: int = 10,
+        heartbeat_s: int = 100,
         last: int = 10**6,
         environment: Mapping[str, str] = os.environ,
         **more: Any,
