@@ -11,6 +11,7 @@ trains until it is killed or has all steps, and appends to OUT-HOST a line for e
     state STEP DIGEST                                 a state, before it is recorded or saved
     recorded STEP, saving STEP, committed STEP        what the library was told, and told
     failed STEP ERRORS TEXT, disarmed HITS            a save that raised; the end of a fault
+    unsaved STEP ERROR                                an edit that was found too late
     deleted STEP, looked STEP DIGEST                  acts of the loop
     stored STEP, passed STEP, lifted                  what lies in this host's file, when it does
     said MESSAGE                                      what the library logs
@@ -55,6 +56,7 @@ from adacheck_jax.adapter.in_memory.replaying import _Reader
 from adacheck_jax.adapter.processes import ServiceExchange
 from adacheck_jax.device import transfer, trees
 from adacheck_jax.device.sending import Sender
+from adacheck_jax.errors import ReplayError
 from adacheck_jax.memory import shadow as host_shadow
 from adacheck_jax.memory.files import record_log
 from adacheck_jax.memory.files.journal import Journal
@@ -489,8 +491,10 @@ class Life:
             tell("state", step, digest(self.run.state))
             if (step, given["host"]) == (5, given.get("spoiled")):
                 spoil(self.manager)
-            if chance("recorded") and self.handler.record_step(self.run.state, step):
-                tell("recorded", step)
+            if not (fault or given.get("dies_in")):
+                with self.telling(step):
+                    self._go_on(step)
+                time.sleep(max(begin_s + given.get("pace_s", 0.0) - time.monotonic(), 0))
                 continue
             if given.get("dies_in") and step == last:
                 jax.block_until_ready(self.run.state)
@@ -501,21 +505,39 @@ class Life:
             self._save(step, step in range(armed_at, armed_at + given.get("span", 1)))
             if fault and step == armed_at + given.get("span", 1) - 1 and not given.get("goes_on"):
                 fault.disarm()
-            if chance("deleted"):
-                self._delete()
-            if chance("looked"):
-                self._look()
             time.sleep(max(begin_s + given.get("pace_s", 0.0) - time.monotonic(), 0))
 
+    @contextlib.contextmanager
+    def telling(self, step: int) -> Iterator[None]:
+        """Goes on where an edit was found too late to be stored: its step is not saved."""
+        try:
+            yield
+        except ReplayError as error:
+            if not given.get("edited"):
+                raise
+            tell("unsaved", step, error)
+            self.manager.reload()
+
+    def _go_on(self, step: int) -> None:
+        """Records or saves a step, and does what else a loop may do."""
+        if chance("recorded") and self.handler.record_step(self.run.state, step):
+            tell("recorded", step)
+            return
+        tell("saving", step)
+        args = adacheck.SaveArgs(self.run.state, custom_metadata=ABOUT)
+        self.manager.save(step, args=args)
+        if chance("waited"):
+            self.manager.wait_until_finished()
+            tell("committed", step)
+        if chance("deleted"):
+            self._delete()
+        if chance("looked"):
+            self._look()
+
     def _save(self, step: int, is_harmed: bool) -> None:
+        """Saves a step, which may fail: once."""
         args = adacheck.SaveArgs(self.run.state, custom_metadata=ABOUT)
         tell("saving", step)
-        if not (given.get("fault") or given.get("dies_in")):
-            self.manager.save(step, args=args)
-            if chance("waited"):
-                self.manager.wait_until_finished()
-                tell("committed", step)
-            return
         errors, begin_s = list[str](), time.monotonic()
         waits = [] if given.get("goes_on") else [self.manager.wait_until_finished] * 2
         for call in (lambda: self.manager.save(step, args=args), *waits):  # an error is raised once
@@ -610,7 +632,8 @@ def main() -> None:
     life = Life()
     with life.manager:
         life.train(life.begin())
-        life.manager.wait_until_finished()
+        with life.telling(given["last"]):
+            life.manager.wait_until_finished()
         tell("over")
 
 

@@ -442,7 +442,10 @@ class World:
                 lost = command.steps_given_up(" ".join(words[1:]))
                 self._inside = {k: [x for x in v if x not in lost] for k, v in self._inside.items()}
                 self.tally.counts["recorded steps given up, told"] += len(lost)
-            failed |= what == "failed"
+            failed |= what in ("failed", "unsaved")
+        if (unsaved := [words for words in self._lines[0] if words[0] == "unsaved"])[1:]:
+            self.tally.other.append(f"{self._name}: refused twice: {' '.join(unsaved[1])}")
+        self.tally.counts["edits found too late, and refused"] += len(unsaved)
         if is_clean and not failed and self._is_local and not self.profile.memory:
             self._judge_left()
 

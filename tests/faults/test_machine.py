@@ -32,7 +32,7 @@ def ran(tmp_path: Path, *profiles: str, seed: int = 3) -> tuple[int, list[dict[s
         cwd=ROOT,
         capture_output=True,
         text=True,
-        timeout=500,
+        timeout=1400,
         check=False,
     )
     assert done.stdout, done.stderr[-5000:]
@@ -95,7 +95,7 @@ def test_what_is_not_synced_before_the_rename_may_be_lost(tmp_path, synced):
 
 # A few lives here; `python -m tests.campaigns.machine` has hundreds.
 @pytest.mark.slow
-@pytest.mark.timeout(600)
+@pytest.mark.timeout(1500)
 @pytest.mark.parametrize("profiles", SMALL.values(), ids=SMALL)
 def test_nothing_is_lost_whatever_happens(tmp_path, profiles):
     code, found, said = ran(tmp_path, *profiles)
