@@ -359,8 +359,8 @@ class Fault:
         """Ends it, and tells what it met."""
         hits = 1
         if self.kind in shim.MODES:
-            hits = self._shim.hits
-            self._shim.disarm()
+            hits, operations = self._shim.hits, self._shim.disarm()
+            hits = operations if self.kind == "log" else hits
         elif self.kind == "read-only":
             self._remount("rw")
         else:
