@@ -414,7 +414,7 @@ class Life:
         if given.get("barrier"):
             wait = adacheck.wait_for_processes
             chosen.async_options = ocp.AsyncOptions(barrier_sync_fn=wait)
-        if given.get("stock"):
+        if given.get("stock") and "://" not in own.root:
             self.handler = adacheck.AdaCheckHandler(self.run.recorder, **options)
             place = epath.Path(own.root)
             return ocp.CheckpointManager(place, item_handlers=self.handler, options=chosen)

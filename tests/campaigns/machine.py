@@ -43,6 +43,10 @@ from tests.campaigns.profiles import ANY_ORDER, PROFILES, Profile
 from tests.campaigns.world import Server, Tally, World
 
 
+IN_STORES = {"crashes", "together", "outages", ANY_ORDER}
+"""Profiles that can save into an object store."""
+
+
 def can_mount() -> bool:
     """True if this process may mount a file system."""
     with tempfile.TemporaryDirectory() as place:
@@ -183,6 +187,8 @@ def main() -> int:
     named = [(name, int(count or args.count)) for name, _, count in parts]
     if unknown := {name for name, _ in named} - {*PROFILES, ANY_ORDER}:
         parser.error(f"expected names of --list, found {sorted(unknown)}")
+    if args.store and (others := {name for name, _ in named} - IN_STORES):
+        parser.error(f"expected profiles in object stores ({sorted(IN_STORES)}), found {others}")
     in_memory = any(name in PROFILES and PROFILES[name].memory for name, _ in named)
     shm = "/dev/shm" if in_memory and Path("/dev/shm").is_dir() else None
     directory = args.directory or Path(tempfile.mkdtemp(prefix="machine-", dir=shm))
