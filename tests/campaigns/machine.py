@@ -42,7 +42,6 @@ from tests.campaigns import command, shim
 from tests.campaigns.profiles import ANY_ORDER, PROFILES, Profile
 from tests.campaigns.world import Server, Tally, World
 
-
 IN_STORES = {"crashes", "together", "outages", ANY_ORDER}
 """Profiles that can save into an object store."""
 
