@@ -99,11 +99,12 @@ def campaign(
                 parts = (profile, place, directory / "compiled", seed + number, tally)
                 world = World(*parts, url=url, server=away)
             assert world is not None
-            kind = rng.choices([*profile.kinds], [*profile.kinds.values()])[0]
+            drawn = rng.choices([*profile.kinds], [*profile.kinds.values()])[0]
+            kind = next(iter(profile.kinds)) if is_first else drawn
             if kind == "phase":
                 world.die_in_a_save()
             else:
-                world.live("plain" if is_first and profile.memory else kind)
+                world.live(kind)
         if world is not None:
             world.close()
     return tally
@@ -199,7 +200,8 @@ def main() -> int:
     rows = list[tuple[object, ...]]()
     for each in found:
         told = {**each, **each.get("counts", {})} | {x: len(each.get(x, ())) for x in names}
-        rows += [(name, value) for name, value in told.items() if name != "counts"]
+        shown = ("profile", "tried", *names, *each.get("counts", {}))
+        rows += [(name, told[name]) for name in shown if name in told]
     text = "" if args.json else command.table(("what", "number"), rows)
     return command.finish(found[0] if len(found) == 1 else {"profiles": found}, problems, text)
 

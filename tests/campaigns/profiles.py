@@ -23,7 +23,7 @@ class Profile:
         lives: lives of a world, before another one begins.
         processes: numbers of processes of a life, one of which is drawn; with memory of hosts.
         devices: devices of all processes together.
-        kinds: kinds of lives, and how often each is drawn.
+        kinds: kinds of lives, and how often each is drawn; the first one is a world's first.
         worlds: options of lives, one of which is drawn for a world.
         life: options of all lives.
         memory: True if hosts have memory, which outlives them.

@@ -40,12 +40,6 @@ SETTINGS = {
     **{"recoverable": (100, "1"), "recoverable, 10 s": (10, "1")},
 }
 """Seconds of the heartbeat timeout, and whether JAX lets the others go on."""
-EXPECTED = {
-    # With process 0 its service ends: JAX ends the others, or a call of theirs fails before.
-    False: {"ended by JAX", "error of the service", "error of a collective"},
-    True: {"error", "ended by JAX", "error of a collective", "error of the service"},
-}
-"""What processes may see of the death of process 0, and of another one."""
 
 
 @dataclass
@@ -199,7 +193,7 @@ class World:
             most = f"{seen}, seconds at most"
             self.tally.counts[most] = max(self.tally.counts[most], round(after_s - killed_s))
             is_late = phase in ("waiting", "committed") and what == "saved"
-            if what not in EXPECTED[bool(victim)] and not is_late:
+            if what not in _expected(victim, phase, setting) and not is_late:
                 self.tally.other.append(f"{self._name}: {seen}; see {self._place}/said-{host}")
         self._judge_storage()
         self._note_saves(is_clean=False)
@@ -637,6 +631,18 @@ class World:
                 self.tally.crashed.append(f"{self._name}: {kind} of {place}: {what}")
                 first += not kind
         self._examined = last
+
+
+def _expected(victim: int, phase: str, setting: str) -> set[str]:
+    """What processes may see of the death of another one."""
+    found = {"error", "error of the service"}
+    if phase == "before" or not victim:
+        found |= {"error of a collective"}
+    if (
+        not victim
+    ):  # with it its service ends: JAX ends the others, or a call of theirs fails before
+        return found - {"error"} | {"ended by JAX"}
+    return found if "recoverable" in setting else found | {"ended by JAX"}
 
 
 def _ended(child: Child, said: Path) -> int:
