@@ -638,9 +638,7 @@ def _expected(victim: int, phase: str, setting: str) -> set[str]:
     found = {"error", "error of the service"}
     if phase == "before" or not victim:
         found |= {"error of a collective"}
-    if (
-        not victim
-    ):  # with it its service ends: JAX ends the others, or a call of theirs fails before
+    if not victim:  # its service ends with it: JAX ends the others, or a call of theirs fails
         return found - {"error"} | {"ended by JAX"}
     return found if "recoverable" in setting else found | {"ended by JAX"}
 
