@@ -196,7 +196,7 @@ def _itemsize_bytes(path: str, leaf: Any) -> int:
         )
     if not transfer.is_key(leaf):
         return np.dtype(trees.dtype_of(leaf)).itemsize
-    words = jax.eval_shape(jax.random.key_data, jax.ShapeDtypeStruct((), leaf.dtype))
+    words = jax.eval_shape(jax.random.key_data, jax.ShapeDtypeStruct((), trees.dtype_of(leaf)))
     return words.size * words.dtype.itemsize
 
 
