@@ -94,7 +94,8 @@ class Record:
 
         Those that execute the line, the quickest first, and those of the tested room in turn with
         all others; then tests of their files that execute most of the same module. For a line that
-        runs at import, or in no test, the tests that execute most of its module.
+        runs at import, or in no test, or is compiled by numba: tests that execute most of its
+        module, others of their files, and those of the room.
 
         Args:
             file: path of the source.
@@ -107,12 +108,15 @@ class Record:
         above = max((each for each in lines if each <= line), default=0)
         here = () if at_import else [test for test in lines.get(above, ()) if self._has(test)]
         times = Counter(test for tests in lines.values() for test in tests if self._has(test))
-        files = {file_of(test) for test in here}
-        near = [test for test in times if not here or file_of(test) in files]
+        files = {file_of(test) for test in here or times}
+        near = [test for test in times if file_of(test) in files]
+        beside = [] if here else [test for test in self.seconds if file_of(test) in files]
         room = f"tests/{Path(file).parts[1]}"
-        every = near or [test for test in self.seconds if _is_below(test, room)] or self.seconds
-        found = dict.fromkeys(_in_turn(here, room, lambda test: self.seconds[test]))
-        found |= dict.fromkeys(_in_turn(every, room, lambda test: -times[test]))
+        of_room = [test for test in self.seconds if not here and _is_below(test, room)]
+        found = dict.fromkeys(_in_turn(here, room, self.seconds.__getitem__))
+        found |= dict.fromkeys(_in_turn(near, room, lambda test: -times[test]))
+        for more in (beside, of_room, [] if found else self.seconds):
+            found |= dict.fromkeys(_in_turn(more, room, self.seconds.__getitem__))
         kept, left_s, opened = list[str](), seconds, set[str]()
         for test in found:
             needed_s = self.seconds[test] + FILE_S * (file_of(test) not in opened)

@@ -21,6 +21,7 @@ import tempfile
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -163,13 +164,14 @@ def _in_child(tests: Sequence[str], directory: Path, limit_s: int, compiles: boo
     if compiles:
         from numba.core import config
 
-        config.CACHE_DIR = str(directory / "numba")
+        os.environ["NUMBA_CACHE_DIR"] = str(directory / "numba")
+        config.reload_config()
     tempfile.tempdir = os.environ["TMPDIR"] = str(directory)
-    files = dict.fromkeys(test.partition("::")[0] for test in tests)
+    files = [*filter(os.path.exists, dict.fromkeys(test.partition("::")[0] for test in tests))]
+    if not files:  # without any, pytest would take all
+        return pytest.ExitCode.NO_TESTS_COLLECTED
     options = ["-x", "-q", "-n0", "-pno:cacheprovider", f"--basetemp={directory / 'tests'}"]
-    return pytest.main(
-        [*options, *filter(os.path.exists, files)], [_Chosen(tests, directory / "ends")]
-    )
+    return pytest.main([*options, *files], [_Chosen(tests, directory / "ends")])
 
 
 def _serve() -> None:
@@ -183,8 +185,9 @@ def _serve() -> None:
 
     os.environ["XLA_FLAGS"] = " ".join([os.environ["XLA_FLAGS"], *xla_flags.known(COMPILED_FAST)])
     # As numba does before it compiles or loads its first function.
-    cpu_target.typing_context.refresh()
-    cpu_target.target_context.refresh()
+    target: Any = cpu_target
+    target.typing_context.refresh()
+    target.target_context.refresh()
     gc.freeze()
     for line in sys.stdin:
         print(json.dumps(asdict(_run(**json.loads(line)))), flush=True)

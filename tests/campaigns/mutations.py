@@ -336,8 +336,9 @@ class Campaign:
         path = self._repository / fault.file
         source, written = path.read_bytes(), int(path.stat().st_mtime)
         self._planted += 1
+        own = written - self._planted
         path.write_bytes(fault.applied(source))
-        os.utime(path, (written - self._planted,) * 2)
+        os.utime(path, (own, own))
         try:
             yield b"numba" in source
         finally:
