@@ -260,7 +260,7 @@ def _is_python(source: bytes) -> bool:
 
 def copy_of(root: Path, directory: Path) -> Path:
     """A copy of what the tests need of a repository, in a directory."""
-    ignore = shutil.ignore_patterns("__pycache__", ".*")
+    ignore = shutil.ignore_patterns("*.pyc", ".*")  # what numba has compiled is taken along
     for name in COPIED:
         shutil.copytree(root / name, directory / name, ignore=ignore)
     for path in root.iterdir():
@@ -312,7 +312,7 @@ class Campaign:
 
     def _run(self, tests: Iterable[str], *, compiles: bool = False) -> End:
         seconds = sum(self._record.seconds[test] for test in tests)
-        limit_s = 20 + 3 * seconds + 60 * compiles
+        limit_s = 30 + 3 * seconds + 60 * compiles
         return self._server.run([*tests], limit_s, compiles=compiles)
 
     def _trusts(self, end: End, tests: Sequence[str]) -> bool:
