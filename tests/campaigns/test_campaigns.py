@@ -6,7 +6,17 @@ import numpy as np
 import pytest
 
 from adacheck_jax.save.pending import Pending, Phase
-from tests.campaigns import command, growth, history, interleavings, plans, replica_drift, rows
+from tests.campaigns import (
+    command,
+    growth,
+    history,
+    interleavings,
+    mutations,
+    plans,
+    replica_drift,
+    rows,
+)
+from tests.campaigns.executed import Record
 from tests.campaigns.runs import differing
 
 SEEDS = ((24,), (33,), (36,))
@@ -47,6 +57,52 @@ def test_problems_are_told_and_keep_the_directory(tmp_path, capsys, problems):
     told = capsys.readouterr()
     assert json.loads(told.out)["steps"] == 3
     assert told.err == "".join(f"FAILED: {each}\n" for each in problems)
+
+
+ADDING = """\
+LIMIT = 3
+def added(x):
+    if x < LIMIT:
+        return x + 1
+    return 2
+"""
+
+
+def _planted_in(root, source):
+    """Places of faults in a package with one module, and the path of the module."""
+    path = root / "adacheck_jax/store/adding.py"
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(source)
+    return mutations.places(root), str(path.relative_to(root))
+
+
+def test_faults_are_planted_again_where_their_lines_are_now(tmp_path):
+    before, _ = _planted_in(tmp_path, ADDING)
+    assert [(x.line, x.at_import) for x in before][:2] == [(1, True), (3, False)]
+    changed = "import os\n" + ADDING.replace("x < LIMIT", "LIMIT > x")
+    after, _ = _planted_in(tmp_path, changed)
+    earlier = [mutations.Outcome(each, "a test", 1, 0.5) for each in before]
+    found = mutations.again(earlier, after)
+    assert [(x.fault.line, y.line) for y, x in found.items()] == [(1, 2), (4, 5), (4, 5), (5, 6)]
+    for new, old in found.items():
+        expected = old.fault.applied(ADDING.encode()).replace(b"x < LIMIT", b"LIMIT > x")
+        assert new.applied(changed.encode()) == b"import os\n" + expected
+
+
+def test_tests_that_execute_a_line_look_for_its_fault_and_those_of_its_room_first(tmp_path):
+    _, file = _planted_in(tmp_path, ADDING)
+    a, b, long = "tests/store/test_a.py::test_a", "tests/save/b.py::test_b", "tests/save/c.py::c"
+    seconds = {f"{a}[0]": 0.1, f"{a}[1]": 0.2, b: 0.05, long: 9.0}
+    lines = {1: [], 2: [], 3: [*seconds], 4: [f"{a}[1]", b], 5: [f"{a}[0]"]}
+    Record(seconds, {file: ADDING}, {file: lines}).write(tmp_path / "record")
+    _planted_in(tmp_path, "import os\n" + ADDING)
+    record = Record.read(tmp_path / "record", tmp_path)
+    assert record.chosen(file, 5, False, 2, 10.0) == [b, f"{a}[1]"]
+    assert record.chosen(file, 6, False, 1, 10.0) == [f"{a}[0]"]
+    assert {*record.chosen(file, 4, False, 9, 5.0)} == {*seconds} - {long}
+    assert {*record.chosen(file, 2, True, 9, 20.0)} == {*seconds}
+    new = Record({f"{a}[2]": 1.0}, record.sources, {file: {5: [f"{a}[2]"]}})
+    assert {*record.renewed(new, ["tests/store"]).chosen(file, 5, False, 9, 5.0)} == {b, f"{a}[2]"}
 
 
 @pytest.mark.first(0, slow=1)
