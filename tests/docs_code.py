@@ -24,7 +24,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-ROOT = Path(__file__).parent.parent
+from tests import processes
+from tests.processes import ROOT
+
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
 QUICK_START = "README.md"
 
@@ -133,11 +135,16 @@ def _run_command(page: Path, block: Block, command: str) -> None:
     words = shlex.split(command, comments=True)
     if not words:
         return
-    if words[0] == "adacheck" and not {"|", ">", "&&"} & {*words}:
+    is_plain, told = not {"|", ">", "&&", "&"} & {*words}, False
+    if words[0] == "adacheck" and is_plain:
         code = _adacheck(words[1:])  # here: a process of its own would import all anew
         told = code == 1 and words[1] in DIFFERENCE_IS_TOLD
+    elif words[0] == "python" and words[1].endswith(".py") and is_plain:
+        child = processes.forked(Path(words[1]).resolve(), *words[2:], directory=Path.cwd())
+        print(child.ended())
+        code = child.returncode
     else:
-        code, told = subprocess.run(["bash", "-uc", command], check=False).returncode, False
+        code = subprocess.run(["bash", "-uc", command], check=False).returncode
     if code and not told:
         raise SystemExit(f"{page}:{block.line}: {command}: exit code {code}")
 
