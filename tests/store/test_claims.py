@@ -132,32 +132,6 @@ def test_a_handler_saves_a_step_again_after_it_failed(tmp_path, monkeypatch):
             )
 
 
-def test_a_claim_of_another_handler_is_respected(tmp_path):
-    """As where both found the directory that Orbax made for one of them."""
-    directory = tmp_path / f"3{roots.TMP_SUFFIX}"
-    directory.mkdir()
-    with claims.writing(directory, 0, claims.new_token()):
-        pass
-    refused = pytest.raises(StorageError, match=r"/3: expected one writer")
-    with refused, claims.writing(directory, 0, claims.new_token()):
-        raise AssertionError("nothing may be written here")
-    with claims.writing(directory, 1, claims.new_token()):
-        pass
-    claims.remove(directory)
-    assert not left_in(tmp_path)
-
-
-def test_a_step_that_another_one_has_committed_is_not_committed_again(tmp_path):
-    directory, token = tmp_path / f"3{roots.TMP_SUFFIX}", claims.new_token()
-    directory.mkdir()
-    with claims.writing(directory, 0, token):
-        pass
-    (tmp_path / "3").mkdir()
-    refused = pytest.raises(StorageError, match=r"/3: expected one writer")
-    with refused, claims.committing(directory, 0, token):
-        raise AssertionError("nothing may be written here")
-
-
 def test_a_directory_that_another_writer_has_removed_is_not_made_anew(tmp_path, monkeypatch):
     """Removed after the last look at the claim: the other one's mkdir would find a directory."""
     run, removed = support.dict_run(mesh_of((1, 1))), []
@@ -172,14 +146,3 @@ def test_a_directory_that_another_writer_has_removed_is_not_made_anew(tmp_path, 
         with pytest.raises(StorageError, match=r"/1/default: expected one writer"):
             manager.wait_until_finished()
         assert [directory.exists() for directory in removed] == [False]
-
-
-def test_a_lock_that_a_killed_process_left_is_free(tmp_path):
-    directory, token = tmp_path / f"3{roots.TMP_SUFFIX}", claims.new_token()
-    directory.mkdir()
-    (tmp_path / f"{roots.PROBE_PREFIX}3.0{roots.TMP_SUFFIX}").touch()
-    with claims.writing(directory, 0, token):
-        pass
-    with claims.committing(directory, 0, token):
-        claims.remove(directory)
-    assert not left_in(tmp_path)
