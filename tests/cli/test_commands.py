@@ -203,6 +203,7 @@ VERBS = [
 def test_tables_fit_a_terminal(root: Path, columns):
     commands = [[word.format(root=root) for word in words] for words in VERBS]
     for words, lines in zip(VERBS, on_a_terminal(columns, commands), strict=True):
-        rows = [line for line in lines if "  " in line]  # sentences are wrapped by the terminal
+        # Sentences are wrapped by the terminal, and a slow command's bar is as long as its words.
+        rows = [line for line in lines if "  " in line and "━" not in line]
         assert rows, words
         assert max(map(len, rows)) <= columns, words
