@@ -7,6 +7,8 @@ import errno
 import logging
 import os
 import shutil
+from collections.abc import Callable
+from pathlib import Path
 
 import pytest
 
@@ -26,13 +28,10 @@ BAD = (FormatError, IntegrityError)
 def roots(tmp_path_factory):
     """Two lineages of three steps each; and one of six, of which the last has a directory."""
     top, found = tmp_path_factory.mktemp("roots"), {}
-    for name, of_handler, of_manager in (
-        ("two", {"max_deltas": 2}, {}),
-        ("alone", {}, {"max_to_keep": 1}),
-    ):
+    for name, most, kept in (("two", 2, None), ("alone", 20, 1)):
         run = support.dict_run(support.mesh_of((2, 2)))
-        handler = adacheck.AdaCheckHandler(run.recorder, **of_handler)
-        with support.manager_of(top / name, handler, **of_manager) as manager:
+        handler = adacheck.AdaCheckHandler(run.recorder, max_deltas=most)
+        with support.manager_of(top / name, handler, max_to_keep=kept) as manager:
             found[name] = (top / name, run, support.save_steps(manager, run, STEPS))
     return found
 
@@ -74,7 +73,9 @@ def restore(root, run, number, **options):
     handler = adacheck.AdaCheckHandler(run.recorder)
     with support.manager_of(root, handler) as manager:
         args = adacheck.RestoreArgs(support.abstract(run.state), **options)
-        return manager.restore(number, args=args), handler.restored
+        state = manager.restore(number, args=args)
+    assert handler.restored is not None
+    return state, handler.restored
 
 
 @pytest.fixture
@@ -102,7 +103,7 @@ class Case:
     """
 
     root: str
-    damage: object
+    damage: Callable[[Path], object]
     found: dict[int, int | None]
     latest: int | None
     asked: dict[int, int] = dataclasses.field(default_factory=dict)
@@ -155,7 +156,7 @@ CASES = {
         None,
     ),
 }
-QUICK = ("manifest", "oldest base", "own base")
+QUICK = ("manifest", "oldest base", "link", "own pack", "own base")
 
 
 @pytest.mark.parametrize(
