@@ -165,19 +165,29 @@ def chunks_of(chunk_bytes, block_bytes=8, **changes):
 
 @chunks_of(32)
 @given(step=steps(), data=st.data())
-def test_any_box_is_brought_from_the_old_bits_to_the_new_ones(step, data, tmp_path_factory):
+def test_any_box_is_brought_to_the_new_bits_and_read_if_it_is_stored_by_itself(
+    step, data, tmp_path_factory
+):
     reader = step.write(tmp_path_factory.mktemp("step"))
     assert reader.delta.stored == step.stored
     for index, leaf in enumerate(step.leaves):
-        for _ in range(3):
-            box = data.draw(boxes_in(leaf.shape))
-            order = data.draw(st.sampled_from("CF"))
-            block = np.array(step.old[index][box.slices], order=order)
+        letters = {
+            step.encodings[owner][step.stored.index(index)] if index in step.stored else ""
+            for owner in leaf.owners
+        }
+        is_whole = index in step.stored and letters.issubset(BY_ITSELF)
+        assert reader.stores_whole(index) == is_whole
+        for box in [*(data.draw(boxes_in(leaf.shape)) for _ in range(3)), Box.full(leaf.shape)]:
+            block = np.array(step.old[index][box.slices], order=data.draw(st.sampled_from("CF")))
             reader.patch(index, box, block)
             assert block.tobytes() == step.new[index][box.slices].tobytes(), (leaf, box)
-        whole = step.old[index].copy()
-        reader.patch(index, Box.full(leaf.shape), whole)
-        assert whole.tobytes() == step.new[index].tobytes(), leaf
+            if is_whole:
+                found = reader.read(index, box)
+                assert (found.dtype, found.shape) == (jnp.dtype(leaf.dtype), box.shape)
+                assert found.tobytes() == block.tobytes()
+        if index in step.stored and not is_whole:
+            with pytest.raises(IntegrityError, match=rf"{leaf.path}.*stored by itself"):
+                reader.read(index, Box.full(leaf.shape))
 
 
 @st.composite
@@ -221,28 +231,6 @@ def test_deltas_in_boxes_of_their_own_are_read_one_after_another(first, data, tm
         for reader, step in zip(readers, (first, second, third), strict=True):
             reader.patch(index, box, block)
             assert block.tobytes() == step.new[index][box.slices].tobytes()
-
-
-@chunks_of(32)
-@given(step=steps(), data=st.data())
-def test_a_leaf_that_is_stored_by_itself_is_read_without_the_old_bits(step, data, tmp_path_factory):
-    reader = step.write(tmp_path_factory.mktemp("step"))
-    for index, leaf in enumerate(step.leaves):
-        if index not in step.stored:
-            assert not reader.stores_whole(index)
-            continue
-        position = step.stored.index(index)
-        letters = {step.encodings[owner][position] for owner in leaf.owners}
-        assert reader.stores_whole(index) == letters.issubset(BY_ITSELF)
-        if not reader.stores_whole(index):
-            with pytest.raises(IntegrityError, match=rf"{leaf.path}.*stored by itself"):
-                reader.read(index, Box.full(leaf.shape))
-        else:
-            box = data.draw(boxes_in(leaf.shape))
-            found = reader.read(index, box)
-            assert found.dtype == jnp.dtype(leaf.dtype)
-            assert found.shape == box.shape
-            assert found.tobytes() == step.new[index][box.slices].tobytes()
 
 
 @pytest.mark.covering(1)

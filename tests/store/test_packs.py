@@ -62,21 +62,6 @@ def write_one(directory, kind, data):
     return zeros
 
 
-@given(raw=packs(), compressed=packs(), chunk_bytes=st.integers(1, 400))
-def test_every_block_is_read_back_bit_for_bit(raw, compressed, chunk_bytes, tmp_path_factory):
-    directory = tmp_path_factory.mktemp("pack") / "0"
-    kinds = [small(kind, chunk_bytes) for kind in (RAW, COMPRESSED)]
-    contents = [(kind, *pack) for kind, pack in zip(kinds, (raw, compressed), strict=True)]
-    for (kind, size_bytes, blocks), zeros in zip(
-        contents, write_sections(directory, arrays_of(contents)), strict=True
-    ):
-        spans = [(offset, offset + block.nbytes) for offset, block in blocks]
-        reader = pack_reader(directory, kind, size_bytes, zeros)
-        for checked in (True, False):
-            found = reader.read(spans, what="leaf", checked=checked)
-            assert [data.tobytes() for data in found] == [block.tobytes() for _, block in blocks]
-
-
 @given(
     sections=st.lists(packs(), min_size=1, max_size=5), chunk_bytes=st.integers(1, 400), kind=KIND
 )
@@ -292,17 +277,6 @@ def test_a_missing_chunk_is_not_taken_for_zeros_and_spoils_only_the_spans_that_m
     for span in [(24, 32), (23, 25), (31, 57), (56, 64), (0, 80)]:
         with pytest.raises(IntegrityError, match=r"params/kernel.*Restore another step"):
             reader.read([(0, 5), span], what="params/kernel")
-
-
-@KINDS
-def test_the_loss_of_a_pack_of_few_zeros_is_noticed(kind, tmp_path):
-    zeros = write_one(tmp_path, kind, np.zeros(100, np.uint8))  # less than a block: stored
-    assert zeros == ()
-    assert not pack_reader(tmp_path, kind, 100).read([(0, 100)], what="leaf")[0].any()
-    for path in data_files(tmp_path):
-        path.unlink()
-    with pytest.raises(DAMAGE):
-        pack_reader(tmp_path, kind, 100).read([(0, 100)], what="leaf")
 
 
 # Damage.
