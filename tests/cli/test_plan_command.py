@@ -85,11 +85,10 @@ def test_a_state_without_a_recorder_is_all_bases(plan):
     assert "stock Orbax 1.0 MB 16.0" in words(result.stdout)
     assert "no Recorder in this state, so every step is a base" in result.stdout
     assert "delta  " not in result.stdout
-
-
-def test_a_tuple_may_be_the_state_itself(plan):
     result = plan(f"{STATE}\n    def state(): return leaf(2), leaf(3)", "target.py:state", "--json")
     assert json.loads(result.stdout)["state_bytes"] == 20
+    for option in ("--devices-per-process=0", "--max-deltas=-1"):
+        assert plan(RECORDED, "target.py:state", option).exit_code == 2
 
 
 def test_a_module_of_the_working_directory_and_what_lies_beside_it(plan, tmp_path):
@@ -143,11 +142,3 @@ def test_a_target_that_is_no_good_is_one_line_and_exit_code_2(plan, source, targ
     assert message in result.stderr
     assert result.stderr.startswith("adacheck: ")
     assert result.stderr.count("\n") == 1
-
-
-OUT_OF_RANGE = ["--devices-per-process=0", "--max-deltas=-1"]
-
-
-@pytest.mark.parametrize("option", OUT_OF_RANGE)
-def test_options_out_of_range_are_refused(plan, option):
-    assert plan("", f"{EXAMPLE}:data_parallel", option).exit_code == 2
