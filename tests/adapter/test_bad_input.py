@@ -207,10 +207,12 @@ def test_a_directory_whose_number_is_no_step_number(tmp_path, step):
 
 def test_step_numbers_of_numpy_and_jax(tmp_path):
     run = dict_run(mesh_of((1, 1)))
-    with adacheck.checkpoint_manager(tmp_path, run.recorder) as manager:
-        assert manager.save(np.int64(0), args=adacheck.SaveArgs(run.advance()))
-        assert manager.handler.record_step(run.advance(), jnp.int32(1))
-        assert manager.save(2, args=adacheck.SaveArgs(run.advance(), step=np.int64(2)))
+    handler = adacheck.AdaCheckHandler(run.recorder)
+    with manager_of(tmp_path, handler) as manager:
+        manager.save(np.int64(0), args=adacheck.SaveArgs(run.advance()))
+        assert handler.record_step(run.advance(), jnp.int32(1))
+        manager.save(2, args=adacheck.SaveArgs(run.advance(), step=np.int64(2)))
+        manager.wait_until_finished()
     assert [step.step for step in steps_of(tmp_path)] == [0, 2]
     assert kinds_of(tmp_path) == "BD"
 

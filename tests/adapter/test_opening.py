@@ -38,6 +38,7 @@ for step in range(4):
     state = train_step(state)
     assert manager.save(step, args=adacheck.SaveArgs(state))
     if step == 2:
+        manager.wait_until_finished()
         manager.restore(2, args=adacheck.RestoreArgs(state))
 """
 
