@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import errno
 import functools
 import os
 import re
@@ -34,7 +35,8 @@ from adacheck_jax.restore.deltas import delta_reader
 from adacheck_jax.store import volumes
 from adacheck_jax.store.compaction import in_place
 from adacheck_jax.store.packs import arrays, reader, writer
-from adacheck_jax.store.steps import folders, lineage
+from adacheck_jax.store.steps import folders, lineage, roots
+from adacheck_jax.store.storage.location import located
 
 WIDTH = (
     64  # every shard stays at least 16 wide: narrower ones XLA:CPU of jax 0.12 compiles otherwise
@@ -293,6 +295,51 @@ def save_steps(manager: Any, run: Run, steps: int) -> dict[int, list[np.ndarray]
         manager.save(run.count, args=adacheck.SaveArgs(run.state))
     manager.wait_until_finished()
     return saved
+
+
+def saved_run(
+    root: Any, steps: int, shape: tuple[int, ...] = (4, 2), **options: Any
+) -> tuple[Run, dict[int, list[np.ndarray]]]:
+    """A run of which a handler with these options saved every step, and what each one was."""
+    run = dict_run(mesh_of(shape))
+    with manager_of(root, adacheck.AdaCheckHandler(run.recorder, **options)) as manager:
+        return run, save_steps(manager, run, steps)
+
+
+def restored(root: Any, step: int, target: Any = None, /, **options: Any) -> Any:
+    """A step as a process restores it that knows no recorder."""
+    with manager_of(root, adacheck.AdaCheckHandler()) as manager:
+        return manager.restore(step, args=adacheck.RestoreArgs(target, **options))
+
+
+def assert_steps(
+    root: Any, saved: dict[int, list[np.ndarray]], state: Any, *shapes: tuple[int, ...]
+) -> None:
+    """A process that knows no recorder restores the steps, and those alone are listed."""
+    with manager_of(root, adacheck.AdaCheckHandler()) as manager:
+        assert [*manager.all_steps()] == sorted(saved)
+        for mesh in map(mesh_of, shapes) if shapes else [None]:
+            args = adacheck.RestoreArgs(abstract(state, mesh))
+            for step, expected in saved.items():
+                assert_same_bits(manager.restore(step, args=args), expected)
+
+
+def kinds_of(root: Any, *item: str) -> str:
+    """A letter for each step, as it lies on disk: Base, or Delta."""
+    found = roots.steps_of(located(str(root)), *item)
+    return "".join(type(each.manifest).__name__[0] for each in found)
+
+
+@contextlib.contextmanager
+def without_links() -> Iterator[None]:
+    """A file system that has no hard links."""
+
+    def refuse(*_: Any, **__: Any) -> None:
+        raise PermissionError(errno.EPERM, "no links here")
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(os, "link", refuse)
+        yield
 
 
 def filled(size_bytes, blocks):

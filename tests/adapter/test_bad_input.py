@@ -1,5 +1,6 @@
 """What a save refuses, before it writes anything."""
 
+import asyncio
 import functools
 
 import jax
@@ -10,11 +11,18 @@ import pytest
 from jax.extend.random import define_prng_impl
 
 import adacheck_jax as adacheck
-from adacheck_jax.adapter import inputs
 from adacheck_jax.errors import MismatchError
 from adacheck_jax.format.manifest import ITEMSIZES_BYTES, NOT_STORED
 from adacheck_jax.store.steps.roots import steps_of
-from tests.support import assert_same_bits, dict_run, host_copy, manager_of, mesh_of, save_steps
+from tests.support import (
+    assert_same_bits,
+    dict_run,
+    host_copy,
+    kinds_of,
+    manager_of,
+    mesh_of,
+    save_steps,
+)
 
 X = jnp.ones(3)
 
@@ -141,69 +149,101 @@ def test_casts_at_a_save_that_would_lose_more_than_precision(tmp_path, leaf, dty
     assert [step.step for step in steps_of(tmp_path)] == [2]
 
 
-@pytest.mark.parametrize("has_memory", [False, True])
-def test_arguments_where_a_state_is_expected(tmp_path, has_memory):
+def test_arguments_and_states_in_each_others_place(tmp_path):
     run = dict_run(mesh_of((1, 1)))
     args = adacheck.RestoreArgs(run.state)
-    shadow = adacheck.Shadow(directory=tmp_path / "memory" if has_memory else None)
-    root = tmp_path / "root"
-    with adacheck.checkpoint_manager(root, run.recorder, shadow=shadow) as manager:
-        save_steps(manager, run, 1)
+    with adacheck.checkpoint_manager(tmp_path, run.recorder) as manager:
+        handler = manager.handler
+        for has_base in (False, True):
+            with pytest.raises(ValueError, match=r"record_step\(state, step\), found .*2, a d"):
+                handler.record_step(2, run.state)
+            with pytest.raises(ValueError, match=r"expected a step number, .*found a dict"):
+                manager.save(run.state, args=adacheck.SaveArgs(run.state))
+            if not has_base:
+                save_steps(manager, run, 1)
         for act in (
             lambda: manager.restore_newest(args),
             lambda: manager.restore(run.count, args=adacheck.RestoreArgs(args)),
-            lambda: manager.handler.record_step(adacheck.SaveArgs(run.state)),
+            lambda: handler.record_step(adacheck.SaveArgs(run.state)),
         ):
             with pytest.raises(MismatchError, match=r"expected a state, found .*give the state"):
                 act()
 
 
-@pytest.mark.parametrize("has_base", [False, True])
-def test_a_step_and_a_state_that_are_swapped(tmp_path, has_base):
-    run = dict_run(mesh_of((1, 1)))
-    with adacheck.checkpoint_manager(tmp_path, run.recorder) as manager:
-        if has_base:
-            save_steps(manager, run, 1)
-        with pytest.raises(ValueError, match=r"record_step\(state, step\), found .*2, a d"):
-            manager.handler.record_step(2, run.state)
-        with pytest.raises(ValueError, match=r"expected a step number, .*found a dict"):
-            manager.save(run.state, args=adacheck.SaveArgs(run.state))
+NO_NUMBERS = [-1, 2.5, 3.0, "3", True, 2**70, jnp.ones(2)]
 
 
-@pytest.mark.parametrize("step", [-1, 2.5, 3.0, "3", True, 2**70, jnp.ones(2)])
+@pytest.mark.parametrize("step", NO_NUMBERS, ids=str)
 def test_what_is_no_step_number(tmp_path, step):
-    handler = adacheck.AdaCheckHandler()
+    """To arguments, to a handler, and to the managers that this library makes."""
+    handler, args = adacheck.AdaCheckHandler(), adacheck.SaveArgs({"x": X})
+    wrong = pytest.raises(ValueError, match="expected a step number")
     with manager_of(tmp_path, handler) as manager:
-        with pytest.raises(ValueError, match="expected a step number, an integer from 0"):
+        with wrong:
             manager.save(1, args=adacheck.SaveArgs({"x": X}, step=step))
-        with pytest.raises(ValueError, match="expected a step number, an integer from 0"):
+        with wrong:
             handler.record_step({"x": X}, step)
+    with adacheck.checkpoint_manager(tmp_path / "own") as manager, wrong:
+        manager.save(step, args=args)
     assert adacheck.latest_restorable(tmp_path) is None
 
 
 @pytest.mark.parametrize("step", [-3, 2**63])
 def test_a_directory_whose_number_is_no_step_number(tmp_path, step):
+    wrong = pytest.raises(ValueError, match=f"found {step}. Nothing was saved")
     with manager_of(tmp_path, adacheck.AdaCheckHandler()) as manager:
-        with pytest.raises(ValueError, match=f"found {step}. Nothing was saved; give the manager"):
+        with wrong:
             manager.save(step, args=adacheck.SaveArgs({"x": X}), force=True)
         manager.save(3, args=adacheck.SaveArgs({"x": X}))
         manager.wait_until_finished()
         assert manager.all_steps() == [3]
     assert adacheck.latest_restorable(tmp_path) == 3
+    with adacheck.v1.checkpointer(tmp_path / "v1") as checkpointer:
+        with wrong:
+            checkpointer.save(step, {"x": X})
+        checkpointer.save(0, {"x": X})
+        assert [each.step for each in checkpointer.checkpoints] == [0]
 
 
 def test_step_numbers_of_numpy_and_jax(tmp_path):
-    assert [inputs.step_number(each) for each in (None, 0, np.int64(4), jnp.int32(5))] == [
-        *(None, 0, 4, 5)
-    ]
     run = dict_run(mesh_of((1, 1)))
     handler = adacheck.AdaCheckHandler(run.recorder)
     with manager_of(tmp_path, handler) as manager:
-        save_steps(manager, run, 1)
-        assert handler.record_step(run.advance(), jnp.int32(2))
-        manager.save(3, args=adacheck.SaveArgs(run.advance(), step=np.int64(3)))
+        manager.save(np.int64(0), args=adacheck.SaveArgs(run.advance()))
+        assert handler.record_step(run.advance(), jnp.int32(1))
+        manager.save(2, args=adacheck.SaveArgs(run.advance(), step=np.int64(2)))
         manager.wait_until_finished()
-    assert [step.step for step in steps_of(tmp_path)] == [1, 3]
+    assert [step.step for step in steps_of(tmp_path)] == [0, 2]
+    assert kinds_of(tmp_path) == "BD"
+
+
+@pytest.mark.parametrize("size_bytes", [-1, 1.5, True, 1 << 63])
+def test_a_size_of_data_files_that_is_none(tmp_path, size_bytes):
+    args = adacheck.SaveArgs({"x": X}, ocdbt_target_data_file_size=size_bytes)
+    refused = pytest.raises(ValueError, match="ocdbt_target_data_file_size, an integer")
+    with ocp.Checkpointer(adacheck.AdaCheckHandler()) as checkpointer, refused:
+        checkpointer.save(tmp_path / "1", args=args)
+
+
+def test_arguments_that_are_given_twice_or_not_known():
+    with pytest.raises(ValueError, match="state or item, which are the same"):
+        adacheck.SaveArgs({"a": 1}, item={"a": 1})
+    with pytest.raises(TypeError, match="legacy_transform_fn"):
+        adacheck.RestoreArgs({"x": X}, legacy_transform_fn=print)
+
+
+def test_custom_metadata_that_is_no_json_leaves_nothing_behind(tmp_path):
+    """Also where an event loop runs already."""
+
+    async def cell():
+        with ocp.Checkpointer(adacheck.AdaCheckHandler()) as checkpointer:
+            for wrong in (object(), jnp.ones(3)):
+                args = adacheck.SaveArgs({"x": X}, custom_metadata={"a": wrong})
+                with pytest.raises(MismatchError, match="custom_metadata: expected JSON"):
+                    checkpointer.save(tmp_path / "1", args=args)
+
+    asyncio.run(cell())
+    assert not (tmp_path / "1").exists()
 
 
 def test_a_relative_root_may_hold_numbers_and_keys(tmp_path, monkeypatch):

@@ -99,8 +99,3 @@ def test_devices_that_do_not_exist_here(tmp_path, monkeypatch):
     monkeypatch.setattr(targets.Target, "_saved_sharding", missing)
     with pytest.raises(ValueError, match="Topology mismatch detected: leaf a: it was saved"):
         restored(OURS, tmp_path / "1", None)
-
-
-def test_an_abstract_state_by_both_names():
-    with pytest.raises(ValueError, match="expected abstract_state or item"):
-        adacheck.RestoreArgs({"a": SPEC}, item={"a": SPEC})

@@ -1,11 +1,11 @@
 """One of several processes of which one alone fails: all are told, and go on.
 
-Usage: alone_worker.py WHAT-FAILING PROCESS PROCESSES PORT ROOT OUT DEVICES
+Usage: alone_worker.py WHAT-FAILING[.WHAT-FAILING ...] PROCESS PROCESSES PORT ROOT OUT DEVICES
 
 WHAT is what fails in the process FAILING, or what it does alone: to make the root, or to open it
-for other items; in a save of step 4 its arguments, its metrics, a leaf of its state, or its look at
-the step before; to wait while steps 4 and 5 are in memory; or in a restore of step 3 what is named
-below. Writes to OUT-told the error of each call. What comes after that has to succeed in all.
+for other items; in a restore of step 3 what is named below; in a save its arguments, its metrics, a
+leaf of its state, or its look at the step before; to wait while two steps are in memory. Writes to
+OUT-told the error of each call. What comes after that has to succeed in all.
 """
 
 from __future__ import annotations
@@ -36,9 +36,10 @@ from adacheck_jax.store.steps import lookup
 from adacheck_jax.store.steps.lineage import Lineage
 from tests import support
 
-what, _, failing = own.mode.partition("-")
-is_failing = own.process == int(failing)
-optimizer = optax.adafactor(1e-2, min_dim_size_to_factor=4) if what == "collective" else None
+modes = [(each, each[:-2], own.process == int(each[-1])) for each in own.mode.split(".")]
+is_failing = False  # in what is tried now
+is_collective = own.mode.startswith("collective")
+optimizer = optax.adafactor(1e-2, min_dim_size_to_factor=4) if is_collective else None
 run = support.dict_run(support.mesh_of((jax.device_count(), 1)), optimizer)
 told: dict[str, str] = {}
 
@@ -73,10 +74,10 @@ def tell(name: str, call: Callable[[], Any]) -> Any:
         told[name] = f"{type(error).__name__}: {error}"
 
 
-def save(state: Any, args: Any = None, metrics: Any = None) -> None:
+def save(name: str, state: Any, args: Any = None, metrics: Any = None) -> None:
     args = args or SaveArgs(state)
-    tell(f"save {run.count}", lambda: manager.save(run.count, args=args, metrics=metrics))
-    tell(f"wait {run.count}", manager.wait_until_finished)
+    tell(f"{name}: save", lambda: manager.save(run.count, args=args, metrics=metrics))
+    tell(f"{name}: wait", manager.wait_until_finished)
 
 
 def restore(name: str, **options: Any) -> None:
@@ -100,46 +101,65 @@ RESTORES = {
     "followed": (Resumer, "follow", MemoryError("too little here")),
     "skipped": (DeltaReader, "read_many", damaged, 1),
 }
-if what == "root":
-    with Failing(type(epath.Path(own.root)), "mkdir", refused):
-        tell("manager", lambda: adacheck.checkpoint_manager(f"{own.root}-refused", run.recorder))
-if what == "options":
-    items = {"more": ocp.JsonCheckpointHandler()} if is_failing else None
-    root = f"{own.root}-items"
-    tell("manager", lambda: adacheck.checkpoint_manager(root, run.recorder, items=items))
+
+
+def save_alone(mode: str, what: str) -> None:
+    """Saves two steps; the first is refused in one process, or given metrics by it alone."""
+    run.advance()
+    is_kept = what == "parent" and manager.handler.record_step(run.state, run.count)
+    told[f"{mode}: recorded"] = str(is_kept)
+    if is_kept:
+        run.advance()
+    jax.block_until_ready(run.state)
+    more = {"more": object()} if is_failing and what == "leaf" else {}
+    args = ocp.args.StandardSave(run.state) if is_failing and what == "args" else None
+    with Failing(Lineage, "exists", refused, after=0 if what == "parent" else 1000):
+        metrics = {"loss": 1.0} if is_failing and what == "metrics" else None
+        save(mode, run.state | more, args, metrics)
+    run.advance()
+    save(f"after {mode}", run.state)
+
+
+def wait_alone(mode: str) -> None:
+    """Waits in one process where the others save, with two steps in memory."""
+    most = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (64, most[1]))
+    for _ in range(2):  # the first one fails in the background, and both are kept in memory
+        run.advance()
+        tell(f"save {run.count}", lambda: manager.save(run.count, args=SaveArgs(run.state)))
+    resource.setrlimit(resource.RLIMIT_FSIZE, most)
+    run.advance()
+    if is_failing:
+        tell(mode, manager.wait_until_finished)
+    else:
+        tell(mode, lambda: manager.save(run.count, args=SaveArgs(run.state)))
+
+
+def open_alone(mode: str, what: str) -> None:
+    """Opens another root, which one process cannot make, or opens for other items."""
+    root = f"{own.root}-{what}"
+    items = {"more": ocp.JsonCheckpointHandler()} if is_failing and what == "options" else None
+    with Failing(type(epath.Path(root)), "mkdir", refused, after=0 if what == "root" else 1000):
+        tell(mode, lambda: adacheck.checkpoint_manager(root, run.recorder, items=items))
+
+
+for mode, what, fails in modes:
+    is_failing = fails
+    if what in ("root", "options"):
+        open_alone(mode, what)
 with adacheck.checkpoint_manager(own.root, run.recorder, max_to_keep=None) as manager:
     for _ in range(3):
         run.advance()
-        save(run.state)
-    if what in RESTORES:
-        with Failing(*RESTORES[what]):
-            restore("restore", skip_damaged=what == "skipped", read_once=what == "once" or None)
-        restore("restore again", read_once=what == "once" or None)
-    elif what == "waits":
-        most = resource.getrlimit(resource.RLIMIT_FSIZE)
-        resource.setrlimit(resource.RLIMIT_FSIZE, (64, most[1]))
-        for _ in range(2):  # the first one fails in the background, and both are kept in memory
-            run.advance()
-            tell(f"save {run.count}", lambda: manager.save(run.count, args=SaveArgs(run.state)))
-        resource.setrlimit(resource.RLIMIT_FSIZE, most)
-        run.advance()
-        if is_failing:
-            tell("alone", manager.wait_until_finished)
-        else:
-            tell("alone", lambda: manager.save(run.count, args=SaveArgs(run.state)))
-    else:
-        run.advance()
-        is_kept = what == "parent" and manager.handler.record_step(run.state, run.count)
-        told["recorded"] = str(is_kept)
-        if is_kept:
-            run.advance()
-        jax.block_until_ready(run.state)
-        more = {"more": object()} if is_failing and what == "leaf" else {}
-        args = ocp.args.StandardSave(run.state) if is_failing and what == "args" else None
-        with Failing(Lineage, "exists", refused, after=0 if what == "parent" else 1000):
-            metrics = {"loss": 1.0} if is_failing and what == "metrics" else None
-            save(run.state | more, args, metrics)
-    for _ in range(0 if what == "waits" else 2):
-        run.advance()
-        save(run.state)
+        save(f"{run.count}", run.state)
+    for mode, what, fails in modes:
+        is_failing = fails
+        if what in RESTORES:
+            once = {"read_once": True} if what == "once" else {}
+            with Failing(*RESTORES[what]):
+                restore(mode, skip_damaged=what == "skipped", **once)
+            restore(f"again {mode}", **once)
+        elif what == "waits":
+            wait_alone(mode)
+        elif what not in ("root", "options"):
+            save_alone(mode, what)
 Path(f"{own.out}-told{own.process}").write_text(json.dumps(told))

@@ -3,8 +3,8 @@
 Usage: concurrency_worker.py MODE PROCESS PROCESSES PORT ROOT OUT DEVICES
 
 MODE is preempted: trains until it is told to leave, and holds up the save of step 3 until OUT-go-on
-exists; deferring: the same with most steps deferred, as the guide has it; last: restores the last
-step; or failing: saves of which one process cannot write its share.
+exists; deferring: the same with most steps deferred, as the guide has it; or failing: saves of
+which one process cannot write its share.
 """
 
 from __future__ import annotations
@@ -89,14 +89,6 @@ def train_deferring() -> dict[str, Any]:
         return {"step": run.count, "latest": manager.latest_step()}
 
 
-def restore_last() -> dict[str, Any]:
-    with support.manager_of(root, handler) as manager:
-        step = manager.latest_step()
-        target = adacheck.RestoreArgs(support.abstract(run.state))
-        write(manager.restore(step, args=target), "restored")
-    return {"step": step}
-
-
 def fail_next() -> None:
     """Lets this process fail to write its next share."""
     todo = [OSError(28, "No space left on device")]
@@ -155,7 +147,6 @@ handler = adacheck.AdaCheckHandler(run.recorder)
 modes = {
     "preempted": train_until_preempted,
     "deferring": train_deferring,
-    "last": restore_last,
     "failing": save_while_one_fails,
 }
 summary = modes[mode]()

@@ -3,8 +3,7 @@
 Usage: equal_worker.py MODE PROCESS PROCESSES PORT ROOT OUT DEVICES
 
 MODE is equal: bases of which the second has other values, of which fewer are equal; or failing: the
-last process cannot write, once the processes have told each other what is equal; or apart-PROCESS:
-that process writes a base where the others write a delta.
+last process cannot write, once the processes have told each other what is equal.
 """
 
 from __future__ import annotations
@@ -109,24 +108,6 @@ def failing() -> dict[str, Any]:
     return {"told": told, "steps": steps, "own": same(restored, states[steps[-1]])}
 
 
-def apart() -> dict[str, Any]:
-    """One process has another option than the others."""
-    run = support.dict_run(support.mesh_of((jax.device_count() // 2, 2)))
-    is_apart = own.process == int(own.mode.split("-")[1])
-    handler = adacheck.AdaCheckHandler(run.recorder, max_deltas=0 if is_apart else 20)
-    told = ""
-    with support.manager_of(own.root, handler) as manager:
-        for step in (1, 2):
-            run.advance()
-            try:
-                manager.save(step, args=adacheck.SaveArgs(run.state))
-                manager.wait_until_finished()
-            except Exception as error:
-                told = str(error)
-        steps = [*manager.all_steps(read=True)]
-    return {"told": told, "steps": steps}
-
-
 if __name__ == "__main__":
-    result = {"equal": equal, "failing": failing}.get(own.mode, apart)()
+    result = {"equal": equal, "failing": failing}[own.mode]()
     Path(f"{own.out}-{own.process}.json").write_text(json.dumps(result))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import shutil
+import subprocess
 from pathlib import Path
 from typing import Any
 
@@ -43,10 +44,7 @@ def item(root: Path, step: int) -> Path:
 
 
 def saved_run(root: Path, steps: int = 6, **options: Any) -> tuple[support.Run, dict[int, Any]]:
-    run = support.dict_run(mesh_of(MESH))
-    handler = adacheck.AdaCheckHandler(run.recorder, **options)
-    with manager_of(root, handler) as manager:
-        return run, save_steps(manager, run, steps)
+    return support.saved_run(root, steps, MESH, **options)
 
 
 def check_steps(root: Path, target: Any, saved: dict[int, Any]) -> None:
@@ -104,24 +102,17 @@ def test_a_compacted_delta_is_a_stock_base_and_no_step_changes(tmp_path, step):
 
 
 @pytest.mark.slow
-def test_every_step_of_a_lineage_may_be_compacted_in_any_order(tmp_path):
-    run, saved = saved_run(tmp_path)
+@pytest.mark.parametrize("options", [{}, {"delta": "bits", "compression": "small"}], ids=str)
+def test_every_step_of_a_lineage_may_be_compacted_in_any_order(tmp_path, options):
+    run, saved = saved_run(tmp_path, **options)
     for step in (4, 6, 2, 3, 5):
         support.compact(tmp_path, step)
         check_steps(tmp_path, abstract(run.state), saved)
-    assert all(isinstance(step.manifest, BaseManifest) for step in roots.steps_of(tmp_path))
+        assert "delta" not in json.dumps([x.stem for x in item(tmp_path, step).rglob("*")])
+    assert support.kinds_of(tmp_path) == "BBBBBB"
     for step in (1, 2, 3, 5, 6):
         shutil.rmtree(tmp_path / str(step))
     check_steps(tmp_path, abstract(run.state), {4: saved[4]})
-
-
-@pytest.mark.slow
-def test_differences_of_bits_are_compacted(tmp_path):
-    run, saved = saved_run(tmp_path, delta="bits", compression="small")
-    support.compact(tmp_path, 4)
-    check_steps(tmp_path, abstract(run.state), saved)
-    stored = json.dumps([x.stem for x in item(tmp_path, 4).rglob("*")])
-    assert "delta" not in stored
 
 
 @pytest.mark.slow
@@ -165,20 +156,8 @@ def test_compacted_lineages_need_no_further_base(tmp_path):
         args = adacheck.RestoreArgs(abstract(run.state))
         run.state = manager.restore(12, args=args)
         later = save_steps(manager, run, 6)
-    kinds = "".join(type(s.manifest).__name__[0] for s in roots.steps_of(tmp_path))
-    assert kinds == "BDBDDDDBD"
+    assert support.kinds_of(tmp_path) == "BDBDDDDBD"
     check_steps(tmp_path, abstract(run.state), listed | later)
-
-
-@pytest.mark.slow
-def test_a_new_process_goes_on_from_the_new_base(tmp_path):
-    run, saved = saved_run(tmp_path)
-    support.compact(tmp_path, 6)
-    with manager_of(tmp_path, adacheck.AdaCheckHandler(run.recorder)) as manager:
-        run.state = manager.restore(6, args=adacheck.RestoreArgs(abstract(run.state)))
-        saved |= save_steps(manager, run, 2)
-    assert lineage_of(tmp_path, 8) == [6, 7, 8]
-    check_steps(tmp_path, abstract(run.state), saved)
 
 
 def test_deferred_steps_go_with_the_delta_and_can_follow_the_base(tmp_path):
@@ -296,12 +275,15 @@ def test_steps_of_earlier_releases_are_compacted(tmp_path, golden):
     check_clean(root)
 
 
-@pytest.mark.slow
-def test_without_hard_links_steps_that_follow_refer_to_the_base(tmp_path, monkeypatch):
-    def refuse(*_args: Any, **_kwargs: Any) -> None:
-        raise PermissionError(1, "Operation not permitted")
+@pytest.fixture
+def without_links():
+    with support.without_links():
+        yield
 
-    monkeypatch.setattr("os.link", refuse)
+
+@pytest.mark.slow
+@pytest.mark.usefixtures("without_links")
+def test_without_hard_links_steps_that_follow_refer_to_the_base(tmp_path):
     run = support.dict_run(mesh_of(MESH))
     keep = adacheck.KeepLineage(LatestN(3))
     handler = adacheck.AdaCheckHandler(run.recorder, max_deltas=4, keep_lineage=keep)
@@ -317,6 +299,20 @@ def test_without_hard_links_steps_that_follow_refer_to_the_base(tmp_path, monkey
         saved |= save_steps(manager, run, 2)
     assert lineage_of(tmp_path, 7) == [3, 4, 5, 6, 7]
     check_steps(tmp_path, abstract(run.state), {step: saved[step] for step in range(3, 8)})
+
+
+@pytest.fixture(scope="module")
+def saved_once(tmp_path_factory):
+    """A root with three steps, the run and what each saved state was."""
+    root = tmp_path_factory.mktemp("saved")
+    return root, *saved_run(root, 3)
+
+
+@pytest.fixture
+def three(saved_once, tmp_path):
+    """Three steps in ``tmp_path``: the lineage of the last one, and its elements."""
+    subprocess.run(["cp", "-a", f"{saved_once[0]}/.", tmp_path], check=True)  # with their links
+    return support.restored_boxes(item(tmp_path, 3))
 
 
 def changed(blocks: dict[int, Any]) -> dict[int, Any]:
@@ -351,21 +347,20 @@ def of_another_shape(blocks: dict[int, Any]) -> dict[int, Any]:
         (of_another_shape, MismatchError, "expected blocks of .* with the shapes of their boxes"),
     ],
 )
-def test_other_values_than_the_saved_ones_are_refused(tmp_path, change, error, match):
-    _, saved = saved_run(tmp_path, 3)
+def test_other_values_than_the_saved_ones_are_refused(tmp_path, three, change, error, match):
     before = identity.of_directory(tmp_path)
-    known, blocks = support.restored_boxes(item(tmp_path, 3))
+    known, blocks = three
     with pytest.raises(error, match=match):
         support.put_base(known, change(blocks))
     assert identity.of_directory(tmp_path) == before
-    assert saved
 
 
 @pytest.mark.parametrize("name", ["update.cpu.stablehlo", "../_sharding", "../_METADATA"])
 @pytest.mark.parametrize("damage", [Path.unlink, lambda path: path.write_bytes(b"other")])
-def test_damaged_files_of_the_old_base_are_not_made_part_of_the_new_one(tmp_path, name, damage):
-    saved_run(tmp_path, 3)
-    known, blocks = support.restored_boxes(item(tmp_path, 3))
+def test_damaged_files_of_the_old_base_are_not_made_part_of_the_new_one(
+    tmp_path, three, name, damage
+):
+    known, blocks = three
     damage((item(tmp_path, 3) / folders.LINEAGE / "1/adacheck" / name).resolve())
     before = identity.of_directory(tmp_path)
     with pytest.raises(IntegrityError, match="Nothing was changed"):
@@ -373,9 +368,8 @@ def test_damaged_files_of_the_old_base_are_not_made_part_of_the_new_one(tmp_path
     assert identity.of_directory(tmp_path) == before
 
 
-def test_a_step_that_is_a_base_already_or_was_saved_again_is_refused(tmp_path):
-    saved_run(tmp_path, 3)
-    known, blocks = support.restored_boxes(item(tmp_path, 3))
+def test_a_step_that_is_a_base_already_or_was_saved_again_is_refused(tmp_path, three):
+    known, blocks = three
     support.put_base(known, blocks)
     with pytest.raises(LineageError, match="found that step 3 is a base already"):
         support.put_base(known, blocks)
@@ -392,10 +386,9 @@ def test_a_step_that_is_a_base_already_or_was_saved_again_is_refused(tmp_path):
     ids=["made", "moved"],
 )
 def test_a_step_that_is_deleted_meanwhile_does_not_come_back(
-    tmp_path, monkeypatch, module, name, number
+    tmp_path, monkeypatch, three, module, name, number
 ):
-    saved_run(tmp_path, 3)
-    known, blocks = support.restored_boxes(item(tmp_path, 3))
+    known, blocks = three
     inner, calls = getattr(module, name), []
 
     def deleting(*args: Any) -> None:
@@ -429,32 +422,32 @@ def test_a_save_that_links_while_its_parent_becomes_a_base(tmp_path, monkeypatch
 
 
 @pytest.mark.parametrize("read", ["restore", "verify"])
-def test_a_reader_whose_files_are_deleted_looks_again(tmp_path, monkeypatch, read):
-    run, saved = saved_run(tmp_path, 4)
-    known, blocks = support.restored_boxes(item(tmp_path, 4))
+def test_a_reader_whose_files_are_deleted_looks_again(
+    tmp_path, monkeypatch, saved_once, three, read
+):
+    (known, blocks), (_, run, saved) = three, saved_once
     inner = lookup.resolve
 
     def compacted_afterwards(path: Any) -> lineage.Lineage:
         found = inner(path)
-        if isinstance(found.manifest, DeltaManifest) and found.manifest.step == 4:
+        if isinstance(found.manifest, DeltaManifest) and found.manifest.step == 3:
             support.put_base(known, blocks)
         return found
 
     monkeypatch.setattr(lookup, "resolve", compacted_afterwards)
     if read == "verify":
-        assert adacheck.latest_restorable(tmp_path) == 4
+        assert adacheck.latest_restorable(tmp_path) == 3
         return
     restored = StepRestorer(support.StockCheckpoints(), {}, None).restore(
-        item(tmp_path, 4), adacheck.RestoreArgs(abstract(run.state))
+        item(tmp_path, 3), adacheck.RestoreArgs(abstract(run.state))
     )
-    assert_same_bits(restored.state, saved[4])
+    assert_same_bits(restored.state, saved[3])
     assert restored.lineage is not None
     assert isinstance(restored.lineage.manifest, BaseManifest)
 
 
-def test_a_whole_leaf_is_one_box(tmp_path):
-    run, saved = saved_run(tmp_path, 2)
-    known, blocks = support.restored_boxes(item(tmp_path, 2))
+def test_a_whole_leaf_is_one_box(tmp_path, saved_once, three):
+    (known, blocks), (_, run, saved) = three, saved_once
     whole = {}
     for index, leaf in enumerate(known.base.leaves):
         whole[index] = {Box.full(leaf.shape): np.empty(leaf.shape, np.dtype(leaf.dtype))}
@@ -462,7 +455,7 @@ def test_a_whole_leaf_is_one_box(tmp_path):
             whole[index][Box.full(leaf.shape)][(*box.slices, ...)] = block
     support.put_base(known, whole)
     check_steps(tmp_path, abstract(run.state), saved)
-    assert at(item(tmp_path, 2) / folders.BASE).folders() == ["0"]
+    assert at(item(tmp_path, 3) / folders.BASE).folders() == ["0"]
 
 
 @pytest.mark.slow

@@ -109,52 +109,35 @@ def test_every_step_is_coded_and_restored_on_other_meshes(tmp_path, name, dtype,
 
 
 @pytest.mark.slow
-def test_coded_steps_are_deferred_compacted_and_built_on(tmp_path):
+def test_coded_steps_are_deferred_compacted_and_built_on_and_take_few_bytes(tmp_path):
     run = run_of(top_k, mesh_of((2, 2)))
-    handler = adacheck.AdaCheckHandler(run.recorder)
+    handler, held = adacheck.AdaCheckHandler(run.recorder), {}
     with manager_of(tmp_path, handler) as manager:
         saved = save_steps(manager, run, 2)
-        for _ in range(2):
-            run.advance()
-            saved[run.count] = support.host_copy(run.state)
-            assert handler.record_step(run.state, run.count)
-        saved |= save_steps(manager, run, 2)
-    with manager_of(tmp_path, adacheck.AdaCheckHandler()) as manager:
         for step in (3, 4):
-            args = adacheck.RestoreArgs(abstract(run.state, mesh_of((8,))), step=step)
-            assert_same_bits(manager.restore(5, args=args), saved[step])
-    support.compact(tmp_path, 5)
-    with manager_of(tmp_path, adacheck.AdaCheckHandler()) as manager:
-        for step in (5, 6):
-            args = adacheck.RestoreArgs(abstract(run.state, mesh_of((8,))))
-            assert_same_bits(manager.restore(step, args=args), saved[step])
-
-
-@pytest.mark.slow
-def test_a_change_in_a_code_is_found(tmp_path):
-    run = run_of(top_k, mesh_of((1,)))
-    with manager_of(tmp_path, adacheck.AdaCheckHandler(run.recorder)) as manager:
-        save_steps(manager, run, 2)
-    for path in support.pack_files(tmp_path / "2" / "default"):
-        path.write_bytes(support.with_flipped_data(path.read_bytes()))
-    with (
-        manager_of(tmp_path, adacheck.AdaCheckHandler()) as manager,
-        pytest.raises(IntegrityError, match="Restore another step"),
-    ):
-        manager.restore(2, args=adacheck.RestoreArgs(abstract(run.state, mesh_of((2,)))))
-
-
-def test_a_dense_record_is_stored_as_it_is(tmp_path):
-    run = run_of(lambda gradient, step: gradient + 1e-9, mesh_of((2, 2)))
-    with manager_of(tmp_path, adacheck.AdaCheckHandler(run.recorder)) as manager:
-        save_steps(manager, run, 2)
-    assert letters_of(tmp_path) == {2: {Encoding.RAW}}
-
-
-def test_a_coded_record_takes_few_bytes(tmp_path):
-    run = run_of(top_k, mesh_of((1,)))
-    with manager_of(tmp_path, adacheck.AdaCheckHandler(run.recorder)) as manager:
-        save_steps(manager, run, 2)
+            assert handler.record_step(run.advance(), step)
+            held[step] = support.host_copy(run.state)
+        saved |= save_steps(manager, run, 2)
     (delta,) = [s.manifest for s in roots.steps_of(tmp_path) if s.step == 2]
     count = sum(np.size(x) for x in jax.tree.leaves(run.state["params"]))
-    assert delta.packs[0].raw_bytes < 0.15 * count
+    assert sum(pack.raw_bytes for pack in delta.packs) < 0.15 * count
+    target = abstract(run.state, mesh_of((8,)))
+    for step, expected in held.items():
+        assert_same_bits(support.restored(tmp_path, 5, target, step=step), expected)
+    support.compact(tmp_path, 5)
+    support.assert_steps(tmp_path, saved, run.state, (8,))
+
+
+def test_a_dense_record_is_stored_as_it_is_and_a_change_in_a_code_is_found(tmp_path):
+    for name, way, letters in (
+        ("dense", lambda gradient, step: gradient + 1e-9, {Encoding.RAW}),
+        ("coded", top_k, {Encoding.CODED}),
+    ):
+        run = run_of(way, mesh_of((2, 2)))
+        with manager_of(tmp_path / name, adacheck.AdaCheckHandler(run.recorder)) as manager:
+            save_steps(manager, run, 2)
+        assert letters_of(tmp_path / name) == {2: letters}
+    for path in support.pack_files(tmp_path / "coded" / "2" / "default"):
+        path.write_bytes(support.with_flipped_data(path.read_bytes()))
+    with pytest.raises(IntegrityError, match="Restore another step"):
+        support.restored(tmp_path / "coded", 2, abstract(run.state, mesh_of((2,))))

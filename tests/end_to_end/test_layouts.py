@@ -12,16 +12,12 @@ import numpy as np
 import optax
 import pytest
 from flax import nnx
-from hypothesis import given, settings
-from hypothesis import strategies as st
 from jax.sharding import NamedSharding, PartitionSpec
 
 import adacheck_jax as adacheck
 from adacheck_jax import layout
 from adacheck_jax.device import trees
 from adacheck_jax.errors import FormatError, IntegrityError, MismatchError
-from adacheck_jax.format.manifest import BaseManifest
-from adacheck_jax.store.steps import lookup
 from benchmarks.redundancy import with_master_weights
 from tests import support
 from tests.processes import launch, leaves
@@ -170,11 +166,16 @@ def sharded_abstractly(tree, mesh):
     return jax.tree.map(placed, tree)
 
 
+def under(manager, number, rules, target=None, **options):
+    """A step in another layout."""
+    args = adacheck.RestoreArgs(target, rules=rules, **options)
+    return manager.restore(number, args=args)
+
+
 def restored(manager, number, rules, mesh):
     """A step in another layout, on a mesh."""
-    shapes = manager.restore(number, args=adacheck.RestoreArgs(rules=rules))
-    args = adacheck.RestoreArgs(sharded_abstractly(shapes, mesh), rules=rules)
-    return manager.restore(number, args=args)
+    shapes = under(manager, number, rules)
+    return under(manager, number, rules, sharded_abstractly(shapes, mesh))
 
 
 @pytest.fixture(scope="module")
@@ -236,73 +237,6 @@ def test_several_processes_transform_as_one_does(tmp_path, processes, devices, k
         assert of_several == [np.asarray(leaf).tobytes() for leaf in jax.tree.leaves(alone)]
 
 
-@st.composite
-def rule_sets(draw):
-    """Rules that lose nothing, drawn at random, and those that undo them."""
-    shapes = {path: leaf.shape for path, leaf in leaves_of(initial_params()).items()}
-    rules, back, names = [], [], itertools.count()
-
-    def add(rule, undo, changes):
-        for gone in taken:
-            del shapes[gone]
-        shapes.update(changes)
-        rules.append(rule)
-        back.insert(0, undo)
-
-    for _ in range(draw(st.integers(1, 6))):
-        path = draw(st.sampled_from(sorted(shapes)))
-        shape, to = shapes[path], f"new/{next(names)}"
-        axis = draw(st.integers(0, len(shape) - 1))
-        alike = [other for other in sorted(shapes) if shapes[other] == shape and other != path]
-        taken = [path]
-        kind = draw(st.sampled_from(["rename", "transpose", "pad", "repeat", "split", "together"]))
-        if kind == "rename":
-            add(layout.rename(path, to), layout.rename(to, path), {to: shape})
-        elif kind == "transpose":
-            order = draw(st.permutations(range(len(shape))))
-            undo = layout.transpose(path, list(np.argsort(order)))
-            add(layout.transpose(path, order), undo, {path: tuple(shape[k] for k in order)})
-        elif kind == "pad":
-            longer = shape[axis] + draw(st.integers(0, 3))
-            changed = {path: (*shape[:axis], longer, *shape[axis + 1 :])}
-            undo = layout.strip(path, shape[axis], axis=axis)
-            add(layout.pad(path, longer, axis=axis), undo, changed)
-        elif kind == "repeat":
-            changed = {path: (*shape[:axis], 2, *shape[axis:])}
-            undo = layout.average(path, axis=axis)
-            add(layout.repeat(path, 2, axis=axis), undo, changed)
-        elif kind == "split" and shape[axis] % 2 == 0:
-            half = (*shape[:axis], shape[axis] // 2, *shape[axis + 1 :])
-            parts = [f"{to}/a", f"{to}/b"]
-            groups = draw(st.sampled_from([g for g in (1, 2) if half[axis] % g == 0]))
-            undo = layout.fuse(parts, path, axis=axis, groups=groups)
-            rule = layout.split(path, parts, axis=axis, groups=groups)
-            add(rule, undo, dict.fromkeys(parts, half))
-        elif kind == "together" and alike:
-            other = draw(st.sampled_from(alike))
-            taken = [path, other]
-            longer = (*shape[:axis], 2 * shape[axis], *shape[axis + 1 :])
-            undo = layout.split(to, [path, other], axis=axis)
-            add(layout.fuse([path, other], to, axis=axis), undo, {to: longer})
-    return rules, back
-
-
-@pytest.mark.slow
-@settings(max_examples=max(2, settings().max_examples // 5))  # each saves and restores
-@given(rule_sets(), st.sampled_from(sorted(KINDS)), st.sampled_from([1, 2, 8]))
-def test_rules_drawn_at_random_come_back(tmp_path_factory, saved_steps, drawn, kind, devices):
-    rules, back = drawn
-    root, number, state = saved_steps[kind]
-    with support.manager_of(root, adacheck.AdaCheckHandler()) as manager:
-        found = restored(manager, number, rules, mesh_of(devices)) if rules else state
-    there = tmp_path_factory.mktemp("drawn")
-    with support.manager_of(there, adacheck.AdaCheckHandler(delta="bits")) as other:
-        other.save(0, args=adacheck.SaveArgs(found))
-        other.wait_until_finished()
-        args = adacheck.RestoreArgs(rules=back) if back else adacheck.RestoreArgs()
-        assert_equal(other.restore(0, args=args), state)
-
-
 @pytest.mark.slow
 @pytest.mark.first(1)
 @pytest.mark.parametrize("name", ["all at once", "scan", "split by heads", "transpose"])
@@ -331,30 +265,39 @@ def test_a_run_goes_on_as_if_it_had_been_trained_in_the_new_layout(tmp_path, nam
         assert handler.restored.replayed_count
 
 
+SCAN = layout.scan_layers("block_{i}", "blocks")
+
+
 @pytest.mark.slow
 def test_the_save_after_a_transformed_restore_is_a_base(tmp_path):
-    rules = layout.scan_layers("block_{i}", "blocks")
     manager, _ = saved(tmp_path, {})
     with manager:
-        recorder = optimizer()
-        shapes = manager.restore(3, args=adacheck.RestoreArgs(rules=rules))
-        target = jax.eval_shape(lambda: train_state(recorder, shapes["params"]))
-        state = manager.restore(3, args=adacheck.RestoreArgs(target, rules=rules))
+        shapes = under(manager, 3, SCAN)
+    recorder = optimizer()
     handler = adacheck.AdaCheckHandler(recorder, **OF_PARAMS)
     with support.manager_of(tmp_path, handler) as manager:
-        state = manager.restore(3, args=adacheck.RestoreArgs(target, rules=rules))
+        target = jax.eval_shape(lambda: train_state(recorder, shapes["params"]))
+        state = under(manager, 3, SCAN, target)
         manager.save(4, args=adacheck.SaveArgs(state))
         manager.wait_until_finished()
-        assert isinstance(lookup.resolve(tmp_path / "4" / "default").manifest, BaseManifest)
+        assert support.kinds_of(tmp_path) == "BDDDB"
         assert_equal(manager.restore(4, args=adacheck.RestoreArgs(target)), state)
 
 
-def test_replicas_that_drifted_are_averaged(tmp_path):
-    manager, states = saved(tmp_path, {})
-    with manager:
-        rules = [layout.average("copies")]
-        found = manager.restore(3, args=adacheck.RestoreArgs(rules=rules))
-    found, expected = leaves_of(found), leaves_of(states[3])
+@pytest.fixture
+def opened(saved_steps):
+    """A manager of a delta that replays updates, the delta's number, and its state."""
+    root, number, state = saved_steps["delta"]
+    with support.manager_of(root, adacheck.AdaCheckHandler()) as manager:
+        yield manager, number, state
+
+
+def test_replicas_that_drifted_are_averaged(opened):
+    manager, number, state = opened
+    found, expected = (
+        leaves_of(under(manager, number, [layout.average("copies")])),
+        leaves_of(state),
+    )
     for origin in ORIGINS:
         path = f"{origin}copies"
         exactness = 1e-2 if found[path].dtype == jnp.bfloat16 else 1e-6
@@ -362,36 +305,34 @@ def test_replicas_that_drifted_are_averaged(tmp_path):
         np.testing.assert_allclose(np.float64(found[path]), mean, rtol=exactness)
 
 
-def test_what_would_lose_bits_is_refused_unless_it_may(tmp_path):
-    manager, states = saved(tmp_path, {})
-    with manager:
-        for lossy in (layout.strip("table", 3), layout.cast("table", "float8_e4m3fn")):
-            with pytest.raises(MismatchError, match=r"params/table.*lossy=True"):
-                manager.restore(3, args=adacheck.RestoreArgs(rules=[lossy]))
-        found = manager.restore(
-            3, args=adacheck.RestoreArgs(rules=[layout.strip("table", 3, lossy=True)])
-        )
-        np.testing.assert_array_equal(found["params"]["table"], states[3]["params"]["table"][:3])
-        rules = [layout.cast("table", "float32", trees=["params"])]
-        found = manager.restore(3, args=adacheck.RestoreArgs(rules=rules))
-        assert found["params"]["table"].dtype == np.float32
+@pytest.mark.parametrize(
+    ("rule", "message"),
+    [
+        (layout.strip("table", 3), r"params/table.*lossy=True"),
+        (layout.cast("table", "float8_e4m3fn"), r"params/table.*lossy=True"),
+        *(
+            (layout.cast("table", dtype), f"params/table.*found '{dtype}'")
+            for dtype in ("float31", "object", "key<fry>", "f4")
+        ),
+        (
+            layout.cast("table", "float64", trees=["params"]),
+            r"found that jax makes float32.*jax_enable_x64",
+        ),
+    ],
+)
+def test_rules_that_lose_bits_or_name_no_type_are_refused(opened, rule, message):
+    with pytest.raises(MismatchError, match=message):
+        under(*opened[:2], [rule])
+
+
+def test_rules_that_may_lose_bits_and_types_of_every_form(opened):
+    manager, number, state = opened
+    found = under(manager, number, [layout.strip("table", 3, lossy=True)])
+    np.testing.assert_array_equal(found["params"]["table"], state["params"]["table"][:3])
+    for dtype in (jnp.float32, np.dtype("float32"), "float32"):
+        found = under(manager, number, [layout.cast("table", dtype, trees=["params"])])
+        assert_equal(found["params"]["table"], np.float32(state["params"]["table"]))
         assert found["params"]["copies"].dtype == jnp.bfloat16
-
-
-def test_data_types_are_what_the_rule_says_or_refused(tmp_path):
-    manager, states = saved(tmp_path, {"delta": "bits"})
-    with manager:
-        for dtype in ("float31", "object", "key<fry>", "f4"):
-            with pytest.raises(MismatchError, match=f"params/table.*found '{dtype}'"):
-                manager.restore(3, args=adacheck.RestoreArgs(rules=[layout.cast("table", dtype)]))
-        for dtype in (jnp.float32, np.dtype("float32"), "float32"):
-            rules = [layout.cast("table", dtype, trees=["params"])]
-            found = manager.restore(3, args=adacheck.RestoreArgs(rules=rules))
-            expected = np.float32(states[3]["params"]["table"])
-            assert_equal(found["params"]["table"], expected)
-        rules = [layout.cast("table", "float64", trees=["params"])]
-        with pytest.raises(MismatchError, match=r"found that jax makes float32.*jax_enable_x64"):
-            manager.restore(3, args=adacheck.RestoreArgs(rules=rules))
 
 
 def test_python_numbers_are_stacked_as_arrays(tmp_path):
@@ -399,31 +340,22 @@ def test_python_numbers_are_stacked_as_arrays(tmp_path):
     with support.manager_of(tmp_path, adacheck.AdaCheckHandler(delta="bits")) as manager:
         manager.save(0, args=adacheck.SaveArgs(state))
         rules = [layout.stack("a_{i}", "a"), layout.repeat("n", 2), layout.repeat("b", 2)]
-        found = manager.restore(0, args=adacheck.RestoreArgs(rules=rules))["params"]
+        found = under(manager, 0, rules)["params"]
     assert {path: np.asarray(leaf).tolist() for path, leaf in found.items()} == {
         **{"a": [0.5, 1.5], "n": [3, 3], "b": [True, True]}
     }
 
 
-def test_a_part_of_the_new_state_is_restored(tmp_path):
-    rules = layout.scan_layers("block_{i}", "blocks")
-    manager, states = saved(tmp_path, {})
-    with manager:
-        target = {"params": {"blocks": {"bias": jax.ShapeDtypeStruct((LAYERS, 8), jnp.float32)}}}
-        args = adacheck.RestoreArgs(target, rules=rules, partial_restore=True)
-        found = manager.restore(0, args=args)
-    expected = np.stack([states[0]["params"][f"block_{i}"]["bias"] for i in range(LAYERS)])
+def test_a_part_of_the_new_state_is_restored_and_what_rules_do_not_make_is_told(opened):
+    manager, number, state = opened
+    target = {"params": {"blocks": {"bias": jax.ShapeDtypeStruct((LAYERS, 8), jnp.float32)}}}
+    found = under(manager, number, SCAN, target, partial_restore=True)
+    expected = np.stack([state["params"][f"block_{i}"]["bias"] for i in range(LAYERS)])
     np.testing.assert_array_equal(found["params"]["blocks"]["bias"], expected)
-
-
-def test_a_state_that_rules_do_not_make_is_told(tmp_path):
-    manager, states = saved(tmp_path, {})
-    with manager:
-        args = adacheck.RestoreArgs(states[0], rules=layout.scan_layers("block_{i}", "blocks"))
-        with pytest.raises(MismatchError, match=r"saved, not asked for .*params/blocks/"):
-            manager.restore(0, args=args)
-        with pytest.raises(MismatchError, match="rules="):
-            manager.restore(0, args=adacheck.RestoreArgs({"params": states[0]["params"]}))
+    with pytest.raises(MismatchError, match=r"saved, not asked for .*params/blocks/"):
+        under(manager, number, SCAN, state)
+    with pytest.raises(MismatchError, match="rules="):
+        manager.restore(number, args=adacheck.RestoreArgs({"params": state["params"]}))
 
 
 def test_damage_is_found_before_a_transformation(tmp_path):
@@ -431,10 +363,8 @@ def test_damage_is_found_before_a_transformation(tmp_path):
     manager.close()
     for path in (tmp_path / "0" / "default").rglob("d/*"):
         path.write_bytes(support.with_flipped_data(path.read_bytes()))
-    with support.manager_of(tmp_path, adacheck.AdaCheckHandler()) as again:
-        args = adacheck.RestoreArgs(rules=layout.scan_layers("block_{i}", "blocks"))
-        with pytest.raises((IntegrityError, FormatError)):
-            again.restore(3, args=args)
+    with pytest.raises((IntegrityError, FormatError)):
+        support.restored(tmp_path, 3, rules=SCAN)
 
 
 def test_sums_in_the_update_are_told(tmp_path, caplog):
@@ -445,8 +375,7 @@ def test_sums_in_the_update_are_told(tmp_path, caplog):
         manager.save(0, args=adacheck.SaveArgs(state))
         manager.wait_until_finished()
         with caplog.at_level(logging.WARNING):
-            args = adacheck.RestoreArgs(rules=layout.scan_layers("block_{i}", "blocks"))
-            manager.restore(0, args=args)
+            under(manager, 0, SCAN)
     assert "to rounding only" in caplog.text
 
 
@@ -477,57 +406,9 @@ class Scanned(nn.Module):
         return nn.Dense(5, name="head")(x)
 
 
-def linen_state(model, recorder):
-    params = jax.jit(model.init)(jax.random.key(0), jnp.ones((2, 6, 16)))["params"]
-    return {"params": params, "opt_state": recorder.init(params)}
-
-
-@pytest.mark.slow
-def test_a_transformer_of_linen_is_scanned_and_unrolled(tmp_path):
-    recorder = adacheck.Recorder(optax.adamw(1e-3))
-    inputs = jax.random.normal(jax.random.key(5), (2, 6, 16))
-
-    def step_of(model):
-        @jax.jit
-        def step(state):
-            def loss(params):
-                return jnp.mean(model.apply({"params": params}, inputs) ** 2)
-
-            gradients = jax.grad(loss)(state["params"])
-            updates, opt_state = recorder.update(gradients, state["opt_state"], state["params"])
-            return {"params": optax.apply_updates(state["params"], updates), "opt_state": opt_state}
-
-        return step
-
-    rules = layout.scan_layers("Block_{i}", "ScanBlock_0")
-    back = layout.unroll_layers("ScanBlock_0", "Block_{i}")
-    state, step = linen_state(Unrolled(), recorder), step_of(Unrolled())
-    with support.manager_of(tmp_path / "a", adacheck.AdaCheckHandler(recorder)) as manager:
-        for number in range(3):
-            state = step(state)
-            manager.save(number, args=adacheck.SaveArgs(state))
-        manager.wait_until_finished()
-        target = jax.eval_shape(lambda: linen_state(Scanned(), recorder))
-        scanned = manager.restore(2, args=adacheck.RestoreArgs(target, rules=rules))
-    outputs = [
-        jax.jit(model.apply)({"params": each["params"]}, inputs)
-        for model, each in ((Unrolled(), state), (Scanned(), scanned))
-    ]
-    np.testing.assert_allclose(*outputs, rtol=1e-5, atol=1e-6)
-    with support.manager_of(tmp_path / "b", adacheck.AdaCheckHandler(recorder)) as manager:
-        manager.save(2, args=adacheck.SaveArgs(scanned))
-        manager.save(3, args=adacheck.SaveArgs(step_of(Scanned())(scanned)))
-        manager.wait_until_finished()
-        target = jax.eval_shape(lambda: linen_state(Unrolled(), recorder))
-        assert_equal(manager.restore(2, args=adacheck.RestoreArgs(target, rules=back)), state)
-
-
 class Layer(nnx.Module):
     def __init__(self, rngs):
         self.linear = nnx.Linear(8, 8, rngs=rngs)
-
-    def __call__(self, x):
-        return x + jnp.tanh(self.linear(x))
 
 
 class Loop(nnx.Module):
@@ -547,12 +428,24 @@ class Scan(nnx.Module):
         self.head = nnx.Linear(8, 2, rngs=rngs)
 
 
-@pytest.mark.slow
-def test_layers_of_nnx_are_scanned_and_unrolled(tmp_path):
-    recorder = adacheck.Recorder(optax.adam(1e-2))
+INPUTS = np.random.default_rng(5).standard_normal((2, 6, 16)).astype(np.float32)
+MODELS = {
+    "linen": (Unrolled, Scanned, "Block_{i}", "ScanBlock_0"),
+    "nnx": (Loop, Scan, "layers/{i}", "layers"),
+}
 
-    def state_of(kind):
-        params = nnx.state(kind(nnx.Rngs(0)), nnx.Param)
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", MODELS)
+def test_layers_of_flax_are_scanned_and_unrolled(tmp_path, kind):
+    unrolled, scanned, each, together = MODELS[kind]
+    recorder = adacheck.Recorder(optax.adamw(1e-2))
+
+    def state_of(model):
+        if kind == "nnx":
+            params = nnx.state(model(nnx.Rngs(0)), nnx.Param)
+        else:
+            params = jax.jit(model().init)(jax.random.key(0), INPUTS)["params"]
         return {"params": params, "opt_state": recorder.init(params)}
 
     @jax.jit
@@ -561,18 +454,24 @@ def test_layers_of_nnx_are_scanned_and_unrolled(tmp_path):
         updates, opt_state = recorder.update(gradients, state["opt_state"], state["params"])
         return {"params": optax.apply_updates(state["params"], updates), "opt_state": opt_state}
 
-    state = state_of(Loop)
+    state = state_of(unrolled)
     with support.manager_of(tmp_path / "a", adacheck.AdaCheckHandler(recorder)) as manager:
         for number in range(3):
             state = step(state)
             manager.save(number, args=adacheck.SaveArgs(state))
         manager.wait_until_finished()
-        target = jax.eval_shape(lambda: state_of(Scan))
-        rules = layout.scan_layers("layers/{i}", "layers")
-        scanned = manager.restore(2, args=adacheck.RestoreArgs(target, rules=rules))
+        target = jax.eval_shape(lambda: state_of(scanned))
+        found = under(manager, 2, layout.scan_layers(each, together), target)
+    if kind == "linen":
+        outputs = [
+            jax.jit(model().apply)({"params": own["params"]}, INPUTS)
+            for model, own in ((Unrolled, state), (Scanned, found))
+        ]
+        np.testing.assert_allclose(*outputs, rtol=1e-5, atol=1e-6)
     with support.manager_of(tmp_path / "b", adacheck.AdaCheckHandler(recorder)) as manager:
-        manager.save(0, args=adacheck.SaveArgs(scanned))
+        manager.save(2, args=adacheck.SaveArgs(found))
+        manager.save(3, args=adacheck.SaveArgs(step(found)))
         manager.wait_until_finished()
-        target = jax.eval_shape(lambda: state_of(Loop))
-        rules = layout.unroll_layers("layers", "layers/{i}")
-        assert_equal(manager.restore(0, args=adacheck.RestoreArgs(target, rules=rules)), state)
+        target = jax.eval_shape(lambda: state_of(unrolled))
+        back = layout.unroll_layers(together, each)
+        assert_equal(under(manager, 2, back, target), state)

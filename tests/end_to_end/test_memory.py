@@ -53,6 +53,16 @@ def run(
     return found
 
 
+def last_state(told: dict[str, list[list[str]]]) -> list[str]:
+    """The last state that a run trained, with its step."""
+    return max(told["state"], key=lambda rest: int(rest[0]))
+
+
+def said_by(told: dict[str, list[list[str]]]) -> list[str]:
+    """The messages of all processes."""
+    return [" ".join(each) for each in told.get("said", ())]
+
+
 @pytest.mark.slow
 @pytest.mark.first(1)
 @pytest.mark.parametrize("records", [True, None], ids=["records", "state"])
@@ -61,15 +71,9 @@ def test_another_number_of_processes_recovers_what_was_left_in_memory(tmp_path, 
     before = run(tmp_path, 4, layout, 7, shared=True, records=records)
     for processes, last in ((1, 10), (2, 12)):
         now = run(tmp_path, processes, layout, last, shared=True, records=records)
-        state = next(rest for rest in before["state"] if rest[0] == str(before_last(before)))
-        assert now["recovered"] == [state] * processes
+        assert now["recovered"] == [last_state(before)] * processes
         assert len([*(tmp_path / "memory").iterdir()]) == processes
         before = now
-
-
-def before_last(told: dict[str, list[list[str]]]) -> int:
-    """The last step that a run trained."""
-    return max(int(rest[0]) for rest in told["state"])
 
 
 @pytest.mark.slow
@@ -77,7 +81,7 @@ def test_a_state_cut_over_all_hosts_outlives_any_of_them(tmp_path):
     told = run(tmp_path, 4, "cut", 7)
     for lost, last in ((2, 10), (0, 11)):  # the second from what was sent of a restored state
         assert told["sent"]
-        state = next(rest for rest in told["state"] if rest[0] == str(before_last(told)))
+        state = last_state(told)
         shutil.rmtree(tmp_path / f"memory/{lost}")
         told = run(tmp_path, 4, "cut", last)
         assert told["recovered"] == [state] * 4
@@ -86,10 +90,10 @@ def test_a_state_cut_over_all_hosts_outlives_any_of_them(tmp_path):
 @pytest.mark.slow
 def test_copies_lie_in_the_other_domain_of_two_with_two_processes_each(tmp_path):
     told = run(tmp_path, 4, "cut", 7, per_domain=2)
-    state = next(rest for rest in told["state"] if rest[0] == "7")
     for host in (2, 3):
         shutil.rmtree(tmp_path / f"memory/{host}")
-    assert run(tmp_path, 4, "cut", 8, per_domain=2)["recovered"] == [state] * 4
+    again = run(tmp_path, 4, "cut", 8, per_domain=2)
+    assert again["recovered"] == [last_state(told)] * 4
 
 
 @pytest.mark.slow
@@ -98,7 +102,7 @@ def test_copies_lie_in_the_other_domain_of_two_with_two_processes_each(tmp_path)
 def test_a_bad_copy_costs_the_copy_alone_and_is_told(tmp_path, layout):
     told = run(tmp_path, 2, layout, 9, spoiled=1)
     assert ("sent" in told) == (layout == "cut")
-    said = [" ".join(each) for each in told["said"]]
+    said = said_by(told)
     assert len([x for x in said if "keeps no copies of the state of process 0" in x]) == 1
     assert len(told["over"]) == 2
     assert not [each for each in said if "not saved" in each]
@@ -114,21 +118,11 @@ def test_a_bad_copy_costs_the_copy_alone_and_is_told(tmp_path, layout):
 @pytest.mark.parametrize("layout", ["cut", "replicated"])
 def test_where_a_process_has_no_room_nothing_is_recovered_and_all_is_saved(tmp_path, layout):
     told = run(tmp_path, 2, layout, 6, without=1)
-    said = [" ".join(each) for each in told["said"]]
+    said = said_by(told)
     assert [x for x in said if "Nothing can be recovered from memory until the next base" in x]
     assert [x for x in said if "nothing can be recovered from memory: a copy of the state" in x]
     again = run(tmp_path, 2, layout, 7)
     assert [each[0] for each in again["restored"]] == ["6"] * 2
-
-
-def last_state(told: dict[str, list[list[str]]]) -> list[str]:
-    """The last state that a run trained, with its step."""
-    return max(told["state"], key=lambda rest: int(rest[0]))
-
-
-def said_by(told: dict[str, list[list[str]]]) -> list[str]:
-    """The messages of all processes."""
-    return [" ".join(each) for each in told.get("said", ())]
 
 
 @pytest.mark.slow

@@ -145,18 +145,19 @@ def test_every_step_after_a_restart_is_a_delta_and_restores_on_every_mesh(tmp_pa
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("check", ["sample", "full"])
-def test_without_a_shadow_in_host_memory_too(tmp_path, check):
-    saved = trained(tmp_path, [(8,), (2, 2)], shadow=support.SHADOWS[check])
-    assert "".join(kinds(tmp_path)) == "BRRRRR"
+@pytest.mark.parametrize(
+    ("options", "then"),
+    [
+        ({"shadow": support.SHADOWS["sample"]}, "RRR"),
+        ({"shadow": support.SHADOWS["full"]}, "RRR"),
+        ({"delta": "bits"}, "DDD"),
+    ],
+    ids=["sample", "full", "bits"],
+)
+def test_without_a_shadow_in_host_memory_too(tmp_path, options, then):
+    saved = trained(tmp_path, [(8,), (2, 2), (1,)], **options)
+    assert "".join(kinds(tmp_path)) == "B" + then[1:] + 2 * then
     assert_whole(tmp_path, saved, [(8,), (2, 2)])
-
-
-@pytest.mark.slow
-def test_differences_of_bits_go_on_too(tmp_path):
-    saved = trained(tmp_path, [(8,), (4, 2), (1,)], delta="bits")
-    assert "".join(kinds(tmp_path)) == "BDDDDDDDD"
-    assert_whole(tmp_path, saved, [(8,), (4, 2), (1,)])
 
 
 @pytest.mark.slow
@@ -169,32 +170,23 @@ def test_steps_are_recorded_behind_a_restart(tmp_path):
 
 
 @pytest.mark.slow
-def test_a_run_goes_back_and_forth_in_one_process(tmp_path):
+@pytest.mark.parametrize("has_shadow", [True, False])
+def test_a_run_goes_back_and_forth_in_one_process(tmp_path, has_shadow):
     """What was planned for the boxes of one mesh is not taken for those of another."""
     first, other = (program(mesh_of(shape), "adamw") for shape in ((4, 2), (2, 2)))
     run, saved = first.run(), {}
-    handler = adacheck.AdaCheckHandler(run.recorder)
+    options = {} if has_shadow else {"shadow": None}
+    handler = adacheck.AdaCheckHandler(run.recorder, **options)
     with manager_of(tmp_path, handler) as manager:
         saved |= support.save_steps(manager, run, 3)
         for moved in (Run(run.recorder, other.begin(), other.train_step), first.run()):
-            # Not in the course of training: the shadow stays where it is, and the save is a base.
             newest = manager.latest_step()
             moved.state = manager.restore(newest, args=adacheck.RestoreArgs(abstract(moved.state)))
             moved.count = newest
             saved |= support.save_steps(manager, moved, 3)
-    assert_whole(tmp_path, saved, [(4, 2), (2, 2)])
-
-
-@pytest.mark.slow
-def test_a_process_that_saves_without_a_shadow_goes_on_elsewhere_with_deltas(tmp_path):
-    first, other = (program(mesh_of(shape), "adamw") for shape in ((4, 2), (2, 2)))
-    run, saved = first.run(), {}
-    with manager_of(tmp_path, adacheck.AdaCheckHandler(run.recorder, shadow=None)) as manager:
-        saved |= support.save_steps(manager, run, 3)
-        moved = Run(run.recorder, other.begin(), other.train_step, 3)
-        moved.state = manager.restore(3, args=adacheck.RestoreArgs(abstract(moved.state)))
-        saved |= support.save_steps(manager, moved, 3)
-    assert "".join(kinds(tmp_path)) == "BRRRRR"
+    found = "".join(kinds(tmp_path))
+    # Not in the course of training: the shadow stays where it is, and the save is a base.
+    assert found == "BRRRRRRRR" if not has_shadow else "B" in found[1:]
     assert_whole(tmp_path, saved, [(4, 2), (2, 2)])
 
 
@@ -245,32 +237,28 @@ def test_a_lineage_of_two_meshes_ends_with_a_base_of_the_loop(tmp_path, monkeypa
 
 
 @pytest.mark.slow
-def test_an_update_of_its_own_program_goes_on_where_it_adds_nothing_up(tmp_path):
+@pytest.mark.parametrize(
+    ("tx", "shapes", "expected"),
+    [
+        (optax.adamw(1e-2), [(4, 2), (2, 2)], "BRRR"),
+        # Sums that are too many to be recorded: exact on the mesh of the base alone.
+        (REDUCING["muon"], [(4, 2), (4, 2), (2, 2), (2, 2)], "BRRRBRRR"),
+    ],
+    ids=["adamw", "muon"],
+)
+def test_an_update_of_its_own_program_goes_on_where_it_is_exact(tmp_path, tx, shapes, expected):
     saved = {}
-    for shape in ((4, 2), (2, 2)):
-        run = separate_run(mesh_of(shape), optax.adamw(1e-2))
-        run.advance()  # its state lies where its update leaves it
-        saved |= resumed(tmp_path, run, 3)
-    assert "".join(kinds(tmp_path)) == "BRRRRR"
-    assert {each.checked for each in deltas_of(tmp_path).values()} == {"identity"}
-    for shape in ((4, 2), (2, 2), (1, 1)):
-        state = separate_run(mesh_of(shape), optax.adamw(1e-2)).advance()
-        assert_all_restorable(tmp_path, saved, state)
-
-
-@pytest.mark.slow
-def test_what_is_exact_on_its_own_mesh_alone_goes_on_there_alone(tmp_path):
-    """Sums of ``separate_update`` that are too many to be recorded."""
-    saved = {}
-    for shape in ((4, 2), (4, 2), (2, 2), (2, 2)):
-        run = separate_run(mesh_of(shape), REDUCING["muon"])
+    for shape in shapes:
+        run = separate_run(mesh_of(shape), tx)
         run.advance()  # its state lies where its update leaves it
         saved |= resumed(tmp_path, run, 2)
-    assert "".join(kinds(tmp_path)) == "BRRRBRRR"
-    assert recut(tmp_path) == []
-    for shape in ((4, 2), (2, 2)):  # of the devices of the base
-        state = separate_run(mesh_of(shape), REDUCING["muon"]).advance()
-        assert_all_restorable(tmp_path, saved, state)
+    assert "".join(kinds(tmp_path)) == expected
+    is_exact = expected == "BRRR"
+    assert bool(recut(tmp_path)) == is_exact
+    if is_exact:
+        assert {each.checked for each in deltas_of(tmp_path).values()} == {"identity"}
+    for shape in {*shapes, *([(1, 1)] if is_exact else [])}:
+        assert_all_restorable(tmp_path, saved, separate_run(mesh_of(shape), tx).advance())
 
 
 DTYPES = ("bool", "int4", "uint8", "bfloat16", "float8_e5m2", "int64", "float64", "complex128")

@@ -12,14 +12,14 @@ import pytest
 
 import adacheck_jax as adacheck
 from adacheck_jax.errors import RecorderError
-from adacheck_jax.store.steps import roots
 from adacheck_jax.tools import inspection
+from tests import support
 from tests.support import (
     WIDTH,
-    Run,
     abstract,
     assert_same_bits,
     host_copy,
+    kinds_of,
     manager_of,
     mesh_of,
     place,
@@ -31,6 +31,7 @@ SCHEDULES = {
     "discriminator every second step": lambda n: (True, n % 2 == 0),
     "alternating": lambda n: (n % 2 == 1, n % 2 == 0),
     "both": lambda n: (True, True),
+    "neither at times": lambda n: (n % 3 == 1, n % 3 == 2),
 }
 
 
@@ -118,88 +119,44 @@ def save_steps(manager: Any, gan: Gan, schedule: Any, steps: int) -> dict[int, l
     return saved
 
 
-def kinds_of(root: Path) -> dict[int, str]:
-    return {s.step: type(s.manifest).__name__[:-8].lower() for s in roots.steps_of(root)}
+def assert_steps(root: Path, gan: Gan, saved: Any, kinds: str, *meshes: tuple[int, ...]) -> None:
+    assert kinds_of(root) == kinds
+    support.assert_steps(root, saved, gan.state, *(meshes or [(1, 1)]))
 
 
-def assert_deltas(root: Path, last: int) -> None:
-    expected = {step: "delta" if step > 1 else "base" for step in range(1, last + 1)}
-    assert kinds_of(root) == expected
-
-
-def assert_restores(root: Path, gan: Gan, saved: Any, handler: Any, meshes: Any) -> None:
-    with manager_of(root, handler) as manager:
-        for shape in meshes:
-            target = abstract(gan.state, mesh_of(shape))
-            for step, bits in saved.items():
-                restored = manager.restore(step, args=adacheck.RestoreArgs(target))
-                assert_same_bits(restored, bits)
-
-
-@pytest.mark.first(0, slow=1)
-@pytest.mark.parametrize("shape", [(1, 1), (4, 2)])
+@pytest.mark.first(0, slow=2)
+@pytest.mark.parametrize("shape", [(4, 2), (1, 1)])
 @pytest.mark.parametrize("name", SCHEDULES)
 def test_every_step_of_a_gan_is_a_delta_and_restores_exactly(tmp_path, name, shape):
+    """And what an update computes is replayed, not stored."""
     gan, schedule = Gan(mesh_of(shape)), SCHEDULES[name]
     with manager_of(tmp_path, adacheck.AdaCheckHandler([gan.rec_g, gan.rec_d])) as manager:
         saved = save_steps(manager, gan, schedule, STEP_COUNT)
-    assert_deltas(tmp_path, STEP_COUNT)
-    assert_restores(tmp_path, gan, saved, adacheck.AdaCheckHandler(), [(1, 1), (4, 2)])
-
-
-@pytest.mark.first(0, slow=1)
-@pytest.mark.parametrize("name", SCHEDULES)
-def test_what_an_update_computes_is_replayed_and_not_stored(tmp_path, name):
-    gan, schedule = Gan(mesh_of((1, 1))), SCHEDULES[name]
-    with manager_of(tmp_path, adacheck.AdaCheckHandler([gan.rec_g, gan.rec_d])) as manager:
-        save_steps(manager, gan, schedule, STEP_COUNT)
+    assert_steps(tmp_path, gan, saved, "BDDDDD", (1, 1), (4, 2))
     for step in range(2, STEP_COUNT + 1):
         details = inspection.describe_step(tmp_path, step)
         assert details.problem is None
         sources = {leaf.path: leaf.source for leaf in details.leaves}
         done = [schedule(each) for each in range(2, step + 1)]
-        for model, was_updated in (
-            ("gen", any(is_g for is_g, _ in done)),
-            ("disc", any(is_d for _, is_d in done)),
-        ):
+        updated = map(any, zip(*done, strict=True))
+        for model, was_updated in zip(("gen", "disc"), updated, strict=True):
             expected = "replayed" if was_updated else "stored"
             assert sources[f"{model}/params/first"] == expected
 
 
 @pytest.mark.slow
-def test_a_step_in_which_neither_is_updated_is_a_delta_too(tmp_path):
-    gan = Gan(mesh_of((1, 1)))
-    with manager_of(tmp_path, adacheck.AdaCheckHandler([gan.rec_g, gan.rec_d])) as manager:
-        saved = save_steps(manager, gan, lambda n: (n % 3 == 1, n % 3 == 2), STEP_COUNT)
-    assert_deltas(tmp_path, STEP_COUNT)
-    assert_restores(tmp_path, gan, saved, adacheck.AdaCheckHandler(), [(1, 1)])
-
-
-@pytest.mark.slow
 def test_two_updates_of_one_model_between_two_saves_make_a_base(tmp_path):
-    gan = Gan(mesh_of((1, 1)))
+    """And a restored run goes on with deltas, whichever order its recorders are given in."""
+    gan, schedule = Gan(mesh_of((4, 2))), SCHEDULES["both"]
     with manager_of(tmp_path, adacheck.AdaCheckHandler([gan.rec_g, gan.rec_d])) as manager:
-        saved = save_steps(manager, gan, SCHEDULES["both"], 2)
+        saved = save_steps(manager, gan, schedule, 2)
         gan.advance(False, True)  # not saved
-        saved |= save_steps(manager, gan, SCHEDULES["both"], 2)
-    assert kinds_of(tmp_path) == {1: "base", 2: "delta", 4: "base", 5: "delta"}
-    assert_restores(tmp_path, gan, saved, adacheck.AdaCheckHandler(), [(1, 1)])
-
-
-@pytest.mark.slow
-def test_a_run_goes_on_with_deltas_after_a_restore(tmp_path):
-    gan = Gan(mesh_of((4, 2)))
-    schedule = SCHEDULES["discriminator every second step"]
-    with manager_of(tmp_path, adacheck.AdaCheckHandler([gan.rec_g, gan.rec_d])) as manager:
-        saved = save_steps(manager, gan, schedule, 3)
+        saved |= save_steps(manager, gan, schedule, 2)
     handler = adacheck.AdaCheckHandler([gan.chain_d, gan.chain_g])
     with manager_of(tmp_path, handler) as manager:
-        target = abstract(gan.state)
-        gan.state = manager.restore(3, args=adacheck.RestoreArgs(target))
-        assert_same_bits(gan.state, saved[3])
-        saved |= save_steps(manager, gan, schedule, 3)
-    assert_deltas(tmp_path, 6)
-    assert_restores(tmp_path, gan, saved, adacheck.AdaCheckHandler(), [(4, 2), (1, 1)])
+        gan.state = manager.restore(5, args=adacheck.RestoreArgs(abstract(gan.state)))
+        saved |= save_steps(manager, gan, SCHEDULES["alternating"], 2)
+    assert_steps(tmp_path, gan, saved, "BDBDDD", (4, 2), (1, 1))
 
 
 def twins(mesh: jax.sharding.Mesh) -> Gan:
@@ -214,27 +171,20 @@ def test_twins_ask_for_a_mapping_before_anything_is_written(tmp_path):
         pytest.raises(RecorderError, match="2 that fit equally"),
     ):
         save_steps(manager, gan, SCHEDULES["both"], 1)
-    assert kinds_of(tmp_path) == {}
+    assert kinds_of(tmp_path) == ""
 
 
 @pytest.mark.slow
-def test_twins_are_told_apart_by_a_mapping(tmp_path):
-    gan = twins(mesh_of((4, 2)))
-    mapping = {"gen/opt_state": gan.rec_g, "disc": gan.chain_d}
-    with manager_of(tmp_path, adacheck.AdaCheckHandler(mapping)) as manager:
-        saved = save_steps(manager, gan, SCHEDULES["alternating"], 4)
-    assert_deltas(tmp_path, 4)
-    assert_restores(tmp_path, gan, saved, adacheck.AdaCheckHandler(), [(4, 2), (1, 1)])
-
-
-@pytest.mark.slow
-def test_one_recorder_serves_two_models(tmp_path):
+@pytest.mark.parametrize("is_one", [True, False], ids=["one recorder", "a mapping"])
+def test_twins_are_told_apart_by_a_mapping_or_share_a_recorder(tmp_path, is_one):
     gan = twins(mesh_of((1, 1)))
-    gan.rec_d, gan.chain_d = gan.rec_g, gan.chain_g
-    with manager_of(tmp_path, adacheck.AdaCheckHandler(gan.rec_g)) as manager:
-        saved = save_steps(manager, gan, SCHEDULES["discriminator every second step"], 4)
-    assert_deltas(tmp_path, 4)
-    assert_restores(tmp_path, gan, saved, adacheck.AdaCheckHandler(), [(1, 1), (4, 2)])
+    known: Any = {"gen/opt_state": gan.rec_g, "disc": gan.chain_d}
+    if is_one:
+        gan.rec_d, gan.chain_d = gan.rec_g, gan.chain_g
+        known = gan.rec_g
+    with manager_of(tmp_path, adacheck.AdaCheckHandler(known)) as manager:
+        saved = save_steps(manager, gan, SCHEDULES["alternating"], 4)
+    assert_steps(tmp_path, gan, saved, "BDDD", (1, 1), (4, 2))
 
 
 @pytest.mark.slow
@@ -258,35 +208,19 @@ def test_recorded_steps_of_a_gan_restore(tmp_path):
                 waiting = []
         manager.wait_until_finished()
         assert recorded_steps
-    assert_restores(tmp_path, gan, saved, adacheck.AdaCheckHandler(), [(1, 1)])
-    with manager_of(tmp_path, adacheck.AdaCheckHandler()) as manager:
-        target = abstract(gan.state)
-        for step, holder in recorded_steps.items():
-            args = adacheck.RestoreArgs(target, step=step)
-            assert_same_bits(manager.restore(holder, args=args), bits[step])
+    support.assert_steps(tmp_path, saved, gan.state)
+    for step, holder in recorded_steps.items():
+        found = support.restored(tmp_path, holder, abstract(gan.state), step=step)
+        assert_same_bits(found, bits[step])
 
 
 def test_a_handler_given_a_whole_chain_records_with_the_recorder_in_it(tmp_path):
-    recorder, chain = recorded()
-    params = network(1, WIDTH)
-    state = {"params": params, "opt_state": chain.init(params)}
-
-    def train_step(state: Any, z: jax.Array) -> Any:
-        grads = jax.grad(lambda p: jnp.mean(apply(p, z) ** 2))(state["params"])
-        return updated(chain, state, grads)
-
-    run = Run(recorder, place(state, mesh_of((1, 1))), jax.jit(train_step))
-    saved = {}
+    run = support.dict_run(mesh_of((1, 1)))
+    chain = optax.chain(optax.clip_by_global_norm(1.0), run.recorder)
     with manager_of(tmp_path, adacheck.AdaCheckHandler(chain)) as manager:
-        for step in range(1, 4):
-            run.state = run.train_step(run.state, inputs(step))
-            saved[step] = host_copy(run.state)
-            manager.save(step, args=adacheck.SaveArgs(run.state))
-    assert_deltas(tmp_path, 3)
-    with manager_of(tmp_path, adacheck.AdaCheckHandler()) as manager:
-        for step, bits in saved.items():
-            args = adacheck.RestoreArgs(abstract(run.state))
-            assert_same_bits(manager.restore(step, args=args), bits)
+        saved = support.save_steps(manager, run, 3)
+    assert kinds_of(tmp_path) == "BDD"
+    support.assert_steps(tmp_path, saved, run.state)
 
 
 def test_a_chain_without_a_recorder_is_refused_when_the_handler_is_made():

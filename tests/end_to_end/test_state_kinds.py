@@ -146,7 +146,7 @@ def run_of(
         rest: more of the state: name to initial value and a function of it and the new params.
         gives_value: whether the optimizer takes the loss.
         separate: whether the update is a program of its own.
-        data_type: of the batches.
+        data_type: of the batches, in which the model computes.
     """
     params = support.initial_params() if params is None else params
     rest = rest or {}
@@ -157,7 +157,8 @@ def run_of(
 
     def gradients(state: Any, data: Any) -> Any:
         x, y = (each.astype(data_type) for each in data)
-        loss = lambda p: jnp.mean((support.forward(p, x) - y) ** 2)  # noqa: E731
+        wide = lambda p: jax.tree.map(lambda leaf: leaf.astype(data_type), p)  # noqa: E731
+        loss = lambda p: jnp.mean((support.forward(wide(p), x) - y) ** 2)  # noqa: E731
         return jax.value_and_grad(loss)(state["params"])
 
     def finished(state: Any, params: Any, opt_state: Any) -> Any:
@@ -183,8 +184,8 @@ def run_of(
     return Run(recorder, state, in_two_programs)
 
 
-def recorded_run(tx: optax.GradientTransformation, **options: Any) -> Run:
-    recorder, chain = support.recorded(tx)
+def recorded_run(tx: optax.GradientTransformation, record: Any = None, **options: Any) -> Run:
+    recorder, chain = support.recorded(tx, record)
     return run_of(chain, recorder, **options)
 
 
@@ -211,8 +212,30 @@ def average_of_params(decay: float) -> optax.GradientTransformation:
     return optax.GradientTransformation(init, update)
 
 
+def in_four_bits() -> optax.GradientTransformation:
+    """Steps along a sum of gradients that is kept in four bits.
+
+    Programs compiled ahead are called by layouts, which JAX tells wrong of such arrays.
+    """
+
+    def added(kept: jax.Array, gradient: jax.Array) -> jax.Array:
+        wide = kept.astype(jnp.float32) + jnp.round(gradient * 100)
+        return jnp.clip(wide, -7, 7).astype(jnp.int4)
+
+    def update(gradients: Any, kept: Any, params: Any = None) -> Any:
+        kept = jax.tree.map(added, kept, gradients)
+        return jax.tree.map(lambda k: -1e-3 * k.astype(jnp.float32), kept), kept
+
+    init = lambda params: jax.tree.map(lambda p: jnp.zeros(p.shape, jnp.int4), params)  # noqa: E731
+    return optax.GradientTransformation(init, update)
+
+
 ELEMENT_WISE = {
     "adamw": lambda: optax.adamw(1e-2),
+    "four bits": in_four_bits,
+    "adam, schedule": lambda: optax.adam(
+        optax.warmup_cosine_decay_schedule(0.0, 1e-2, 2, 50), nesterov=True
+    ),
     "adamw, bfloat16 mu": lambda: optax.adamw(1e-2, mu_dtype=jnp.bfloat16),
     "adamw, decay of matrices": lambda: optax.adamw(1e-2, weight_decay=0.1, mask=matrices),
     "sgd, momentum": lambda: optax.sgd(1e-2, momentum=0.9),
@@ -249,10 +272,15 @@ def unreplayed(root: Path) -> list[tuple[int, ...]]:
     return [delta_of(root, step).unreplayed for step in range(2, STEPS + 1)]
 
 
-@pytest.mark.first(1, slow=2)
-@pytest.mark.parametrize("name", ELEMENT_WISE)
-def test_an_element_wise_optimizer_in_a_fused_step_is_replayed(tmp_path, name):
-    save_and_check(tmp_path, recorded_run(ELEMENT_WISE[name]()), "BRRRR")
+@pytest.mark.first(1, slow=3)
+@pytest.mark.parametrize(
+    ("name", "shadow"),
+    [("adamw", "auto"), ("four bits", "auto"), ("four bits", "sample")]
+    + [(name, "auto") for name in ELEMENT_WISE if name not in ("adamw", "four bits")],
+)
+def test_an_element_wise_optimizer_in_a_fused_step_is_replayed(tmp_path, name, shadow):
+    run = recorded_run(ELEMENT_WISE[name]())
+    save_and_check(tmp_path, run, "BRRRR", shadow=support.SHADOWS[shadow])
     assert unreplayed(tmp_path) == [()] * (STEPS - 1)
 
 
@@ -338,32 +366,6 @@ def test_a_step_that_is_not_finite_is_replayed_as_it_was_rejected(tmp_path):
 
 
 @pytest.mark.slow
-def test_lookahead_is_replayed_where_gradients_have_the_shape_of_its_params(tmp_path):
-    """It takes gradients of the fast params alone; a Recorder takes one for each param."""
-    inside = optax.lookahead(optax.adamw(1e-2), sync_period=2, slow_step_size=0.5)
-
-    def update(updates: Any, state: Any, params: Any = None) -> Any:
-        return inside.update(updates.fast, state, params)
-
-    recorder, chain = support.recorded(optax.GradientTransformation(inside.init, update))
-    params = optax.LookaheadParams.init_synced(support.initial_params())
-    params = jax.tree.map(jnp.copy, params)
-    state = support.place({"params": params, "opt_state": chain.init(params)}, mesh_of(SAVING))
-    shardings = jax.tree.map(lambda x: x.sharding, state)
-
-    def train_step(state: Any, data: Any) -> Any:
-        x, y = data
-        loss = lambda p: jnp.mean((support.forward(p.fast, x) - y) ** 2)  # noqa: E731
-        grads = jax.grad(loss)(state["params"])
-        updates, opt_state = chain.update(grads, state["opt_state"], state["params"])
-        params = optax.apply_updates(state["params"], updates)
-        return {"params": params, "opt_state": opt_state}
-
-    jitted: Any = jax.jit(train_step, donate_argnums=0, out_shardings=shardings)
-    save_and_check(tmp_path, Run(recorder, state, jitted), "BRRRR")
-
-
-@pytest.mark.slow
 def test_params_that_a_masked_recorder_does_not_see_are_stored_as_they_change(tmp_path):
     recorder = adacheck.Recorder(optax.adamw(1e-2))
     others = optax.masked(optax.sgd(1e-2), lambda p: jax.tree.map(lambda x: x.ndim < 2, p))
@@ -401,40 +403,33 @@ def test_params_and_optimizer_state_without_elements_come_back(tmp_path):
             assert {key.shape for key in found_keys} == {(0,)}
 
 
-class TestBesideTheOptimizer:
-    """Leaves that no update explains."""
+BESIDE = ("average", "frozen", "statistics")
 
-    @pytest.mark.slow
-    @pytest.mark.first(1)
-    @pytest.mark.parametrize("delta", ["auto", "bits"])
-    def test_an_average_of_the_params_outside_of_the_optimizer(self, tmp_path, delta):
-        follow = lambda old, params: optax.incremental_update(params, old, 0.1)  # noqa: E731
-        run = recorded_run(optax.adamw(1e-2), rest={"ema": (support.initial_params(), follow)})
-        expected = {"auto": "BRRRR", "bits": "BDDDD"}[delta]
-        save_and_check(tmp_path, run, expected, params_path="params", delta=delta)
-        for step in (2, STEPS):
-            assert "ema/in/kernel" in stored_paths(tmp_path, step)
 
-    @pytest.mark.slow
-    @pytest.mark.first(1)
-    @pytest.mark.parametrize("delta", ["auto", "bits"])
-    def test_frozen_leaves_are_in_no_delta(self, tmp_path, delta):
-        frozen = {"kernel": jnp.ones((64, 32)), "table": jnp.arange(7), "key": jax.random.key(0)}
-        rest = {"frozen": (frozen, lambda old, _: old)}
-        run = recorded_run(optax.adamw(1e-2), rest=rest)
-        save_and_check(tmp_path, run, {"auto": "BRRRR", "bits": "BDDDD"}[delta], delta=delta)
-        for step in range(2, STEPS + 1):
-            assert not {p for p in stored_paths(tmp_path, step) if p.startswith("frozen/")}
-
-    @pytest.mark.slow
-    @pytest.mark.first(1)
-    @pytest.mark.parametrize("delta", ["auto", "bits"])
-    def test_batch_statistics_and_dropout_keys(self, tmp_path, delta):
+@pytest.mark.first(0, slow=3)
+@pytest.mark.parametrize(
+    ("delta", "name"), [(delta, name) for delta in ("auto", "bits") for name in BESIDE]
+)
+def test_leaves_that_no_update_explains_are_stored_as_they_change(tmp_path, name, delta):
+    expected = {"auto": "BRRRR", "bits": "BDDDD"}[delta]
+    frozen = {"kernel": jnp.ones((64, 32)), "table": jnp.arange(7), "key": jax.random.key(0)}
+    follow = lambda old, params: optax.incremental_update(params, old, 0.1)  # noqa: E731
+    rest = {
+        "average": {"ema": (support.initial_params(), follow)},
+        "frozen": {"frozen": (frozen, lambda old, _: old)},
+    }
+    if name == "statistics":
         run = support.nnx_run(mesh_of(SAVING))
-        save_and_check(tmp_path, run, {"auto": "BRRRR", "bits": "BDDDD"}[delta], delta=delta)
-        for step in (2, STEPS):
-            names = {p.split("/")[-2] for p in stored_paths(tmp_path, step) if "/norm/" in p}
-            assert {"mean", "var"} <= names
+    else:
+        run = recorded_run(optax.adamw(1e-2), rest=rest[name])
+    options = {"params_path": "params"} if name == "average" else {}
+    save_and_check(tmp_path, run, expected, delta=delta, **options)
+    for step in range(2, STEPS + 1):
+        stored = stored_paths(tmp_path, step)
+        assert not {p for p in stored if p.startswith("frozen/")}
+        assert name != "average" or "ema/in/kernel" in stored
+        norms = {p.split("/")[-2] for p in stored if "/norm/" in p}
+        assert name != "statistics" or {"mean", "var"} <= norms
 
 
 def in_float32(tx: optax.GradientTransformation) -> optax.GradientTransformation:
@@ -449,29 +444,33 @@ def in_float32(tx: optax.GradientTransformation) -> optax.GradientTransformation
     return optax.GradientTransformation(lambda params: tx.init(cast(params)), update)
 
 
-class TestTypesOfParams:
-    """Params that are not float32."""
+TYPES = [
+    *(("float8_e5m2", "bfloat16", "bfloat16"), (None, "float64", "float64")),
+    *((None, "bfloat16", "bfloat16"), ("float8_e4m3fn", "float16", "float16")),
+    *((None, "bfloat16", "float32"), (None, "float16", "float16")),
+    *((each, "float32", "float32") for each in ("float8_e4m3fn", "float8_e5m2", "float16")),
+]
+"""Types of the record (None: that of the gradients), the params and the moments."""
 
-    @pytest.mark.slow
-    @pytest.mark.first(1)
-    @pytest.mark.parametrize(
-        ("moments", "delta"), [("bfloat16", "auto"), ("float32", "auto"), ("float32", "bits")]
-    )
-    def test_bfloat16_params(self, tmp_path, moments, delta):
-        params = jax.tree.map(lambda p: p.astype(jnp.bfloat16), support.initial_params())
-        tx = optax.adamw(1e-2)
-        tx = in_float32(tx) if moments == "float32" else tx
-        run = recorded_run(tx, params=params, data_type=jnp.bfloat16)
-        inner = jax.tree.leaves(run.state["opt_state"][1].adacheck_inner)
-        assert {str(leaf.dtype) for leaf in inner} == {"int32", moments}
+
+@pytest.mark.first(0, slow=3)
+@pytest.mark.parametrize(
+    ("delta", "record", "params", "moments"),
+    [(delta, *types) for delta in ("auto", "bits") for types in TYPES],
+)
+def test_records_params_and_moments_of_each_type(tmp_path, record, params, moments, delta):
+    with jax.enable_x64(params == "float64"):
+        first = jax.tree.map(lambda p: p.astype(params), support.initial_params())
+        tx = optax.adam(1e-2, eps=1e-3)
+        tx = in_float32(tx) if moments != params else tx
+        inside = jnp.dtype(params) if params in ("bfloat16", "float64") else jnp.float32
+        run = recorded_run(tx, record, params=first, data_type=inside)
         save_and_check(tmp_path, run, {"auto": "BRRRR", "bits": "BDDDD"}[delta], delta=delta)
-
-    @pytest.mark.slow
-    def test_float64_params(self, tmp_path):
-        with jax.enable_x64(True):
-            params = jax.tree.map(lambda p: p.astype(jnp.float64), support.initial_params())
-            run = recorded_run(optax.adamw(1e-2), params=params, data_type=jnp.float64)
-            save_and_check(tmp_path, run, "BRRRR")
+    state = run.state["opt_state"][1]
+    assert state.adacheck_record["scale"].dtype == jnp.dtype(record or params)
+    found = jax.tree.leaves(state.adacheck_inner[0].mu)
+    assert {leaf.dtype for leaf in found} == {jnp.dtype(moments)}
+    assert any(np.asarray(leaf, np.float32).any() for leaf in found)
 
 
 def bits_of(rng: np.random.Generator, shape: tuple[int, ...], dtype: Any) -> np.ndarray:
@@ -609,37 +608,27 @@ def trained(x64: bool) -> tuple[adacheck.Recorder, list[Any]]:
 
 def mixed(seed: int) -> Any:
     """Leaves of many kinds in one state."""
-    kinds = (*(name for name in KINDS if name not in ("64 bits", "uint4", "zero-size")),)
-    return {name.replace(" ", "_"): KINDS[name](seed) for name in kinds}
+    return {name.replace(" ", "_"): KINDS[name](seed) for name in KINDS if name not in RARE}
 
 
-IN_DELTAS = pytest.mark.parametrize(
-    ("delta", "has_recorder"),
-    [("auto", True), ("bits", True), ("bits", False)],
-    ids=["auto", "bits", "bits, no recorder"],
-)
+MODES = [("auto", True), ("bits", True), ("bits", False)]
+"""Options of deltas, and True where the handler has a recorder."""
+IN_DELTAS = pytest.mark.parametrize(("delta", "has_recorder"), MODES)
+RARE = ("64 bits", "uint4", "zero-size")
+CASES = [
+    *(("many", *mode) for mode in MODES),
+    *((kind, *MODES[0]) for kind in RARE),
+    *((kind, *mode) for kind in KINDS for mode in MODES if kind not in RARE or mode != MODES[0]),
+]
 
 
-@pytest.mark.slow
-@pytest.mark.first(3)
-@IN_DELTAS
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.first(0, slow=len(MODES) + len(RARE))
+@pytest.mark.parametrize(("kind", "delta", "has_recorder"), CASES)
 def test_leaves_of_each_kind_come_back_as_they_were(tmp_path, kind, delta, has_recorder):
+    """Alone, and many kinds in one state."""
+    make = mixed if kind == "many" else KINDS[kind]
     with jax.enable_x64(True) if kind == "64 bits" else contextlib.nullcontext():
-        assert_comes_back(tmp_path, kind, KINDS[kind], delta, has_recorder)
-
-
-@pytest.mark.covering(1, quick=0)
-@pytest.mark.parametrize("kind", ["64 bits", "uint4", "zero-size"])
-def test_leaves_of_rare_kinds_come_back_as_they_were(tmp_path, kind):
-    with jax.enable_x64(True) if kind == "64 bits" else contextlib.nullcontext():
-        assert_comes_back(tmp_path, kind, KINDS[kind], "auto", True)
-
-
-@pytest.mark.first(0, slow=1)
-@IN_DELTAS
-def test_leaves_of_many_kinds_in_one_state_come_back_as_they_were(tmp_path, delta, has_recorder):
-    assert_comes_back(tmp_path, "many", mixed, delta, has_recorder)
+        assert_comes_back(tmp_path, kind, make, delta, has_recorder)
 
 
 def assert_comes_back(

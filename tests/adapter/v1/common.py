@@ -7,7 +7,6 @@ from typing import Any
 
 from orbax.checkpoint import v1 as ocp
 
-from adacheck_jax.store.steps import roots
 from tests.support import Run, host_copy
 
 
@@ -20,11 +19,6 @@ def checkpointer_of(root: Path, **options: Any) -> ocp.training.Checkpointer:
     """A stock Checkpointer that saves every step, also while it writes the one before."""
     every = ocp.training.save_decision_policies.FixedIntervalPolicy(1)
     return ocp.training.Checkpointer(root, save_decision_policy=every, **options)
-
-
-def kinds_of(root: Path, item: str = "state") -> str:
-    """A letter a step, "B" or "D", as they lie on disk."""
-    return "".join(type(s.manifest).__name__[0] for s in roots.steps_of(root, item))
 
 
 def save_steps(checkpointer: ocp.training.Checkpointer, run: Run, steps: int) -> dict[int, Any]:

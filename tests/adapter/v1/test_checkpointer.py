@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import errno
+import contextlib
 import gc
 import json
-import os
 import warnings
 
 import jax
@@ -16,13 +15,11 @@ from orbax.checkpoint import v1 as ocp
 from orbax.checkpoint.experimental.v1._src.metadata import serialization  # no public name
 
 import adacheck_jax as adacheck
-from adacheck_jax.errors import LineageError, MismatchError
+from adacheck_jax.errors import MismatchError
 from adacheck_jax.store.steps import lookup, marks
 from tests import support
-from tests.adapter.v1.common import assert_same_leaves, checkpointer_of, kinds_of, save_steps
-from tests.support import abstract, assert_same_bits, dict_run, host_copy, mesh_of
-
-policies = ocp.training.preservation_policies
+from tests.adapter.v1.common import assert_same_leaves, checkpointer_of, save_steps
+from tests.support import abstract, assert_same_bits, dict_run, host_copy, kinds_of, mesh_of
 
 
 class Batches:
@@ -45,57 +42,6 @@ class Batches:
             self.position = int((directory / "position").read_text())
 
         return read()
-
-
-def test_a_negative_step_is_refused(tmp_path):
-    run = dict_run(mesh_of((1, 1)))
-    handler = adacheck.AdaCheckHandler(run.recorder)
-    with adacheck.v1.context(handler), checkpointer_of(tmp_path) as checkpointer:
-        with pytest.raises(ValueError, match=r"found -3\. Nothing was saved"):
-            checkpointer.save(-3, run.state)
-        checkpointer.save(0, run.state)
-        assert [each.step for each in checkpointer.checkpoints] == [0]
-
-
-@pytest.mark.slow
-@pytest.mark.first(1)
-@pytest.mark.parametrize("form", [dict_run, support.linen_run, support.nnx_run])
-def test_every_step_loads_bit_exact_on_every_mesh(tmp_path, form):
-    run = form(mesh_of((4, 2)))
-    handler = adacheck.AdaCheckHandler(run.recorder, max_deltas=2)
-    with adacheck.v1.context(handler), checkpointer_of(tmp_path) as checkpointer:
-        saved = save_steps(checkpointer, run, 4)
-    assert kinds_of(tmp_path) == "BDDB"
-    with adacheck.v1.context(), checkpointer_of(tmp_path) as checkpointer:
-        assert [each.step for each in checkpointer.checkpoints] == [1, 2, 3, 4]
-        for shape in ((4, 2), (2, 4), (1, 1)):
-            target = abstract(run.state, mesh_of(shape))
-            for step in saved:
-                restored = checkpointer.load(step, target)
-                assert_same_bits(restored, saved[step])
-                for leaf, wanted in zip(
-                    jax.tree.leaves(restored), jax.tree.leaves(target), strict=True
-                ):
-                    assert leaf.sharding == wanted.sharding
-
-
-def test_a_run_resumes_with_a_delta(tmp_path):
-    run = dict_run(mesh_of((2, 2)))
-    handler = adacheck.AdaCheckHandler(run.recorder)
-    with adacheck.v1.context(handler), checkpointer_of(tmp_path) as checkpointer:
-        assert checkpointer.latest is None
-        saved = save_steps(checkpointer, run, 2)
-    run.state = None
-    handler = adacheck.AdaCheckHandler(run.recorder)
-    with adacheck.v1.context(handler), checkpointer_of(tmp_path) as checkpointer:
-        target = abstract(dict_run(mesh_of((2, 2))).state)
-        run.state = checkpointer.load(None, target)
-        assert_same_bits(run.state, saved[2])
-        info = handler.restored
-        assert (info.step, info.exact, info.replayed_count) == (2, True, 1)
-        saved |= save_steps(checkpointer, run, 2)
-        assert_same_bits(checkpointer.load(4, target), saved[4])
-    assert kinds_of(tmp_path) == "BDDD"
 
 
 def test_other_checkpointables_go_on_beside_the_state(tmp_path):
@@ -123,66 +69,25 @@ def test_other_checkpointables_go_on_beside_the_state(tmp_path):
         assert {"state", "batches", "run"} <= found.metadata.keys()
 
 
-def test_deleted_ancestors_are_kept_in_their_descendants(tmp_path):
-    run = dict_run(mesh_of((2, 2)))
+@pytest.mark.parametrize("has_links", [True, False])
+def test_retention_keeps_what_the_kept_steps_need(tmp_path, has_links):
+    run, keep = dict_run(mesh_of((2, 2))), ocp.training.preservation_policies.LatestN(2)
+    keep = keep if has_links else adacheck.KeepLineage(keep)
+    options = {} if has_links else {"keep_lineage": keep, "max_deltas": 3}
+    handler = adacheck.AdaCheckHandler(run.recorder, **options)
     with (
-        adacheck.v1.context(adacheck.AdaCheckHandler(run.recorder)),
-        checkpointer_of(tmp_path, preservation_policy=policies.LatestN(2)) as checkpointer,
-    ):
-        saved = save_steps(checkpointer, run, 5)
-        assert [each.step for each in checkpointer.checkpoints] == [4, 5]
-        for step in (4, 5):
-            assert_same_bits(checkpointer.load(step, abstract(run.state)), saved[step])
-    assert kinds_of(tmp_path) == "DD"
-
-
-def test_without_hard_links_a_policy_keeps_the_ancestors(tmp_path, monkeypatch):
-    def refuse(*_, **__):
-        raise PermissionError(errno.EPERM, "no links here")
-
-    monkeypatch.setattr(os, "link", refuse)
-    run = dict_run(mesh_of((2, 2)))
-    keep = adacheck.KeepLineage(policies.LatestN(1))
-    with (
-        adacheck.v1.context(
-            adacheck.AdaCheckHandler(run.recorder, keep_lineage=keep, max_deltas=2)
-        ),
+        contextlib.nullcontext() if has_links else support.without_links(),
+        adacheck.v1.context(handler),
         checkpointer_of(tmp_path, preservation_policy=keep) as checkpointer,
     ):
-        saved = save_steps(checkpointer, run, 5)
-        assert [each.step for each in checkpointer.checkpoints] == [4, 5]
-        assert_same_bits(checkpointer.load(5, abstract(run.state)), saved[5])
-    assert kinds_of(tmp_path) == "BD"
-
-
-def test_free_functions_save_and_load_any_directory(tmp_path):
-    run = dict_run(mesh_of((2, 2)))
-    saved = {}
-    with adacheck.v1.context(adacheck.AdaCheckHandler(run.recorder)):
-        for _ in range(3):
-            run.advance()
-            saved[run.count] = host_copy(run.state)
-            ocp.save_async(tmp_path / f"step_{run.count}", run.state).result()
-        for step, expected in saved.items():
-            path = tmp_path / f"step_{step}"
-            assert_same_bits(ocp.load(path, abstract(run.state)), expected)
-            assert ocp.metadata(path).metadata["step"].shape == ()
-    assert kinds_of(tmp_path) == "BDD"
-
-
-def test_metadata_of_a_delta_describes_the_state_and_loads_it(tmp_path):
-    run = dict_run(mesh_of((4, 2)))
-    handler = adacheck.AdaCheckHandler(run.recorder)
-    with adacheck.v1.context(handler), checkpointer_of(tmp_path) as checkpointer:
-        saved = save_steps(checkpointer, run, 2)
-        for step in (1, 2):
-            found = checkpointer.metadata(step).metadata
-            kernel = found["params"]["in"]["kernel"]
-            assert (kernel.shape, kernel.dtype) == ((64, 128), jnp.float32)
-            restored = checkpointer.load(step, found)
-            assert restored["params"]["in"]["kernel"].sharding == kernel.sharding
-            assert_same_leaves(restored, saved[step])
-        assert_same_leaves(checkpointer.load(2), saved[2])
+        saved = save_steps(checkpointer, run, 7)
+        kept = [6, 7] if has_links else [5, 6, 7]
+        assert [each.step for each in checkpointer.checkpoints] == kept
+        for step in kept:
+            assert_same_bits(checkpointer.load(step, abstract(run.state)), saved[step])
+            described = checkpointer.metadata(step).metadata
+            assert_same_leaves(checkpointer.load(step, described), saved[step])
+    assert kinds_of(tmp_path, "state") == ("DD" if has_links else "BDD")
 
 
 def test_arguments_stand_for_the_state_and_for_the_abstract_state(tmp_path):
@@ -266,14 +171,6 @@ def test_stock_orbax_loads_a_base_and_says_what_loads_a_delta(tmp_path):
         assert "adacheck_jax.v1.context" in str(caught.value.__cause__)
 
 
-def test_stock_checkpoints_load_in_our_context(tmp_path):
-    weights = {"a": jnp.arange(8.0)}
-    ocp.save(tmp_path / "stock", weights)
-    with adacheck.v1.context():
-        assert_same_bits(ocp.load(tmp_path / "stock", weights), host_copy(weights))
-        assert ocp.metadata(tmp_path / "stock").metadata["a"].shape == (8,)
-
-
 def test_errors_keep_their_types(tmp_path):
     run = dict_run(mesh_of((2, 2)))
     handler = adacheck.AdaCheckHandler(run.recorder)
@@ -332,34 +229,6 @@ def test_after_a_failed_save_training_goes_on(tmp_path, monkeypatch):
         for step in (1, 3, 4):
             assert_same_bits(checkpointer.load(step, abstract(run.state)), saved[step])
         assert [each.step for each in checkpointer.checkpoints] == [1, 3, 4]
-
-
-@pytest.mark.parametrize("way", ["checkpointer", "functions"])
-def test_steps_that_are_marked_and_not_renamed(tmp_path, way):
-    run = dict_run(mesh_of((2, 2)))
-    parent = ocp.Context()
-    parent.atomicity.mode = ocp.options.AtomicityMode.COMMIT_FILE
-    saved = {}
-    with adacheck.v1.context(adacheck.AdaCheckHandler(run.recorder), parent=parent) as context:
-        assert context.atomicity.mode == parent.atomicity.mode
-        if way == "checkpointer":
-            with checkpointer_of(tmp_path) as checkpointer:
-                saved = save_steps(checkpointer, run, 3)
-                for step in saved:
-                    assert_same_bits(checkpointer.load(step, abstract(run.state)), saved[step])
-        else:
-            for _ in range(3):
-                run.advance()
-                saved[run.count] = host_copy(run.state)
-                ocp.save(tmp_path / str(run.count), run.state)
-            for step in saved:
-                found = ocp.load(tmp_path / str(step), abstract(run.state))
-                assert_same_bits(found, saved[step])
-    assert kinds_of(tmp_path) == "BDD"
-    mark = tmp_path / "2/commit_success.txt"
-    mark.unlink()
-    with pytest.raises(LineageError, match="committed"):
-        lookup.resolve(tmp_path / "2/state")
 
 
 def test_a_step_that_is_marked_is_not_committed_before_its_metadata(tmp_path, monkeypatch):

@@ -14,8 +14,8 @@ from orbax.checkpoint import v1 as ocp
 import adacheck_jax as adacheck
 from adacheck_jax.adapter.v1 import options
 from adacheck_jax.errors import MismatchError
-from tests.adapter.v1.common import checkpointer_of, kinds_of, save_steps
-from tests.support import abstract, assert_same_bits, dict_run, mesh_of
+from tests.adapter.v1.common import checkpointer_of, save_steps
+from tests.support import abstract, assert_same_bits, dict_run, kinds_of, mesh_of
 
 
 def context_with(recorder=None, **settings):

@@ -8,8 +8,8 @@ import pytest
 from orbax.checkpoint import v1 as ocp
 
 import adacheck_jax as adacheck
-from tests.adapter.v1.common import checkpointer_of, kinds_of, save_steps
-from tests.support import abstract, assert_same_bits, dict_run, mesh_of
+from tests.adapter.v1.common import checkpointer_of, save_steps
+from tests.support import abstract, assert_same_bits, dict_run, kinds_of, mesh_of
 
 
 class Note:
@@ -69,16 +69,19 @@ def test_a_state_of_another_name(tmp_path):
 
 
 def test_a_registry_of_ones_own(tmp_path):
-    run = dict_run(mesh_of((2, 2)))
+    run, told = dict_run(mesh_of((2, 2))), []
     registry = ocp.handlers.local_registry(include_global_registry=False)
-    handler = adacheck.AdaCheckHandler(run.recorder, max_deltas=1)
+    handler = adacheck.AdaCheckHandler(run.recorder, max_deltas=1, on_save=told.append)
     adacheck.v1.register(registry, handler)
     context = ocp.Context()
     context.checkpointables.registry = registry
     with context, checkpointer_of(tmp_path) as checkpointer:
+        assert handler.last_save is None
         saved = save_steps(checkpointer, run, 3)
         assert_same_bits(checkpointer.load(2, abstract(run.state)), saved[2])
     assert kinds_of(tmp_path) == "BDB"
+    assert [(each.step, each.kind) for each in told] == [(1, "base"), (2, "delta"), (3, "base")]
+    assert handler.last_save == told[-1]
     assert handler.restored.step == 2
 
 
@@ -104,14 +107,3 @@ def test_a_name_that_is_taken_is_refused():
 def test_what_is_no_handler_is_refused():
     with pytest.raises(TypeError, match=r"expected an AdaCheckHandler, found Recorder.*context\("):
         adacheck.v1.context(adacheck.Recorder(optax.sgd(0.1)))
-
-
-def test_the_handler_of_a_context_reports_its_saves(tmp_path):
-    told = []
-    run = dict_run(mesh_of((2, 2)))
-    handler = adacheck.AdaCheckHandler(run.recorder, on_save=told.append)
-    with adacheck.v1.context(handler), checkpointer_of(tmp_path) as checkpointer:
-        assert handler.last_save is None
-        save_steps(checkpointer, run, 2)
-    assert [(each.step, each.kind) for each in told] == [(1, "base"), (2, "delta")]
-    assert handler.last_save == told[-1]
