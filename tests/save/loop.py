@@ -16,7 +16,12 @@ import adacheck_jax as adacheck
 from adacheck_jax.device import transfer
 from adacheck_jax.format.manifest import BaseManifest, Delta, Manifest
 from adacheck_jax.store.steps import manifest_file, roots
+from adacheck_jax.store.storage.location import located
 from tests import support
+
+
+def _steps_of(root: Any) -> list[roots.Step]:
+    return [*roots.steps_of(located(str(root)))]
 
 
 def manifest_of(root: Any, step: int) -> Manifest:
@@ -25,7 +30,7 @@ def manifest_of(root: Any, step: int) -> Manifest:
 
 def kinds(root: Any) -> list[str]:
     """For each step B for a base, R for a replayed delta, D for differences alone."""
-    found = [step.manifest for step in roots.steps_of(root)]
+    found = [step.manifest for step in _steps_of(root)]
     return [
         "B" if isinstance(each, BaseManifest) else "R" if each and each.has_update else "D"
         for each in found
@@ -34,7 +39,7 @@ def kinds(root: Any) -> list[str]:
 
 def deltas_of(root: Any) -> dict[int, Delta]:
     """The deltas of all steps, those of recorded ones included, by step."""
-    found = [step.manifest for step in roots.steps_of(root)]
+    found = [step.manifest for step in _steps_of(root)]
     every = [
         d for each in found if each and not isinstance(each, BaseManifest) for d in each.deltas
     ]
@@ -48,7 +53,7 @@ def checked(root: Any) -> list[str]:
 
 def names(root: Any, indices: Any) -> set[str]:
     """The paths of leaves, but for records, counters and the step's number."""
-    leaves = next(each.manifest for each in roots.steps_of(root) if each.manifest).leaves
+    leaves = next(each.manifest for each in _steps_of(root) if each.manifest).leaves
     paths = [leaves[i].path for i in indices]
     left_out = ("adacheck_record", "adacheck_passed")
     is_number = lambda path: path.endswith(("adacheck_count", "step"))  # noqa: E731
@@ -58,7 +63,7 @@ def names(root: Any, indices: Any) -> set[str]:
 def holders(root: Any) -> dict[int, int]:
     """The step whose directory holds each step, whether saved or recorded."""
     found: dict[int, int] = {}
-    for each in roots.steps_of(root):
+    for each in _steps_of(root):
         assert each.error is None, each.error
         recorded = getattr(each.manifest, "recorded", ())
         found |= dict.fromkeys((*(x.step for x in recorded), each.step), each.step)
@@ -193,6 +198,10 @@ class Loop:
     def check(self, mesh: Any = None) -> str:
         """Restores every step, and no other is there; gives the kinds of the saved ones."""
         self.manager.close()
+        return self.verify(mesh)
+
+    def verify(self, mesh: Any = None) -> str:
+        """As :meth:`check`, of a manager that is closed."""
         assert holders(self.root).keys() == self.states.keys()
         assert_all_restorable(self.root, self.states, self.run.state, mesh)
         return "".join(kinds(self.root))

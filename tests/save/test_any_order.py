@@ -30,19 +30,23 @@ CHANGES = {
     "an element": ("params/b", lambda x: x.at[5].add(0.5)),
     "the counter": ("opt/adacheck_inner/0/count", lambda x: x + 3),
     "a leaf of its own": ("more", lambda x: x * 2),
+    "an average": ("average/b", lambda x: x + 1),
 }
 
 
 @functools.cache
 def program() -> Any:
-    """A small state: its samples take every element."""
-    recorder = adacheck.Recorder(optax.adamw(1e-2))
+    """A small state, of which a sample takes every element, with an average beside it."""
+    average = lambda params, old, _: optax.incremental_update(params, old, 0.1)  # noqa: E731
+    recorder = adacheck.Recorder(optax.adamw(1e-2), derived={"average": average})
 
     @jax.jit
     def step(state: Any, _: Any) -> Any:
         grads = jax.tree.map(lambda p: jnp.sin(3 * p), state["params"])
         updates, opt = recorder.update(grads, state["opt"], state["params"])
-        return {**state, "params": optax.apply_updates(state["params"], updates), "opt": opt}
+        params = optax.apply_updates(state["params"], updates)
+        mean = recorder.derive("average", opt, params, state["average"])
+        return {**state, "params": params, "opt": opt, "average": mean}
 
     return recorder, step
 
@@ -59,7 +63,8 @@ class Run(Loop):
     def __init__(self, root: Any, seed: int, options: str, *, is_tame: bool) -> None:
         recorder, step = program()
         params = {"w": jnp.linspace(-1.0, 1.0, 96).reshape(8, 12), "b": jnp.ones(12)}
-        state = {"params": params, "opt": recorder.init(params), "more": jnp.ones(3)}
+        state = {"params": params, "opt": recorder.init(params), "average": params}
+        state["more"] = jnp.ones(3)
         super().__init__(root, support.Run(recorder, state, step), **OPTIONS[options])
         self.rng, self.is_tame = random.Random(seed), is_tame
         self.certain, self.is_spoiled, self.older = set[int](), False, state

@@ -380,7 +380,7 @@ def test_no_step_is_recorded_behind_a_save_that_was_refused(tmp_path, loop, monk
     assert recorded_in(tmp_path, 6) == [4, 5]
 
 
-def test_a_gap_or_another_state_that_was_not_seen_in_time_is_an_error(loop):
+def test_a_gap_that_was_not_seen_in_time_is_an_error(loop):
     loop.save(3)
     support.wait_for_compilers()
     with computing():
@@ -391,15 +391,8 @@ def test_a_gap_or_another_state_that_was_not_seen_in_time_is_an_error(loop):
             loop.put_and_wait()  # it is told by either
         loop.forget(4, 5)
         loop.manager.reload()
-    loop.save(3)
-    support.wait_for_compilers()
-    with computing():
-        assert loop.keep() == "r"
-        loop.run.advance()
-        loop.put()
-        loop.fail(adacheck.AdaCheckError, "step 9 as it was recorded, with 10 updates; found 11")
-    loop.save()
-    assert loop.check() == "BRRBRRB"
+    loop.save(2)
+    assert loop.check() == "BRRBR"
 
 
 # --- saves at an interval -----------------------------------------------------------------------

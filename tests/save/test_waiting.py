@@ -82,6 +82,17 @@ def test_every_bit_of_a_step_that_was_not_waited_for_is_restored(tmp_path):
     assert loop.check() == "BRRRRRR"
 
 
+@pytest.mark.slow
+def test_another_state_of_a_recorded_number_is_an_error(tmp_path):
+    loop, run = begun(tmp_path)
+    assert loop.handler.record_step(loop.train(), loop.number)
+    assert loop.manager.save(loop.number, args=adacheck.SaveArgs(run.advance()))
+    error = "step 6 as it was recorded, with 6 updates; found 7"
+    with pytest.raises(adacheck.AdaCheckError, match=error):
+        loop.manager.wait_until_finished()
+    assert loop.check() == "BRRR"
+
+
 def test_a_delta_is_saved_while_its_step_computes(tmp_path):
     loop, run = begun(tmp_path)
     assert loop.manager.save(loop.number + 1, args=adacheck.SaveArgs(loop.train()))
