@@ -129,7 +129,7 @@ class Run(Loop):
                 found = self.manager.restore(step, args=args)
                 support.assert_same_bits(found, self.states[step])
 
-    def verify(self) -> None:
+    def end(self) -> None:
         """Every step that is there has its bits, and every certain one is there."""
         self.wait()
         self.manager.close()
@@ -151,7 +151,7 @@ def ran(root: Any, seed: int, options: str, patch: Any, *, is_tame: bool, length
             run.wait()
         if not is_tame and run.chance(0.1):
             run.restart()
-    run.verify()
+    run.end()
     return run
 
 
