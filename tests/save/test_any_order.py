@@ -56,7 +56,7 @@ class Run(Loop):
 
     Attributes:
         certain: steps that are saved for sure: somebody waited for them, and nothing was raised.
-        last: newest step that was put.
+        last: newest step that was put; 0 behind an error.
         is_spoiled: True if something was done that may cost steps, and is not told of yet.
     """
 
@@ -79,8 +79,12 @@ class Run(Loop):
         try:
             yield
         except adacheck.AdaCheckError:
-            assert self.is_spoiled
-            self.manager.reload()
+            self.fail_once()
+
+    def fail_once(self) -> None:
+        assert self.is_spoiled
+        self.manager.reload()
+        self.last = 0
 
     def go_on(self, patch: pytest.MonkeyPatch) -> None:
         """Trains, and saves or records what becomes of the state."""
@@ -109,11 +113,10 @@ class Run(Loop):
         try:
             self.manager.wait_until_finished()
         except adacheck.AdaCheckError:
-            assert self.is_spoiled
-            self.manager.reload()
+            self.fail_once()
         else:
             saved = holders(self.root)
-            assert self.is_spoiled or self.last in saved
+            assert self.is_spoiled or self.last in {0, *saved}
             self.certain |= saved.keys() & self.states.keys()
         self.is_spoiled &= self.last < self.number  # recorded steps may still be found wrong
 
