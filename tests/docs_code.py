@@ -3,7 +3,7 @@
 ``python -m tests.docs_code docs/guide/resuming.md`` runs what a reader would: Python blocks in one
 namespace, commands of ``sh`` blocks, and blocks with a ``title`` written into a file of that name.
 The directory is made in the working directory, and has the page's name.
-A page that does not import the library goes on from the quick start, which is run before. Comments
+A page that does not import the library goes on from the quick start, as it is run before. Comments
 tell what a reader need not see::
 
     <!-- runs: no, because REASON -->     the next block is not run
@@ -13,18 +13,24 @@ tell what a reader need not see::
 
 from __future__ import annotations
 
+import atexit
+import functools
 import os
 import re
 import shlex
+import shutil
 import subprocess
 import sys
+import tempfile
 import textwrap
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-ROOT = Path(__file__).parent.parent
+from tests import processes
+from tests.processes import ROOT
+
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
 QUICK_START = "README.md"
 
@@ -105,8 +111,9 @@ def run_page(page: Path) -> int:
     namespace: dict[str, Any] = {}
     Path("examples").symlink_to(ROOT / "examples")  # commands of the pages name scripts in it
     if goes_on(blocks):
-        before = next(each for each in blocks_of(ROOT / QUICK_START) if each.language == "python")
-        namespace = _run(ROOT / QUICK_START, before, namespace)
+        place, before = _quick_start()
+        shutil.copytree(place, ".", dirs_exist_ok=True)
+        namespace = {**before, "state": _copied(before["state"])}  # which a page may donate
     count = 0
     for block in blocks:
         if block.runs:
@@ -115,6 +122,25 @@ def run_page(page: Path) -> int:
                 namespace = _run(page, block, {} if again > 1 else namespace)
             count += not block.is_hidden
     return count
+
+
+@functools.cache
+def _quick_start() -> tuple[Path, dict[str, Any]]:
+    """The files and the names of the quick start, which is run once for all pages of a process."""
+    there, place = Path.cwd(), Path(tempfile.mkdtemp(prefix="quick-start-"))
+    atexit.register(shutil.rmtree, place, ignore_errors=True)
+    block = next(each for each in blocks_of(ROOT / QUICK_START) if each.language == "python")
+    os.chdir(place)
+    try:
+        return place, _run(ROOT / QUICK_START, block, {})
+    finally:
+        os.chdir(there)
+
+
+def _copied(state: Any) -> Any:
+    import jax
+
+    return jax.tree.map(jax.numpy.copy, state)
 
 
 def _run(page: Path, block: Block, namespace: dict[str, Any]) -> dict[str, Any]:
@@ -133,11 +159,16 @@ def _run_command(page: Path, block: Block, command: str) -> None:
     words = shlex.split(command, comments=True)
     if not words:
         return
-    if words[0] == "adacheck" and not {"|", ">", "&&"} & {*words}:
+    is_plain, told = not {"|", ">", "&&", "&"} & {*words}, False
+    if words[0] == "adacheck" and is_plain:
         code = _adacheck(words[1:])  # here: a process of its own would import all anew
         told = code == 1 and words[1] in DIFFERENCE_IS_TOLD
+    elif words[0] == "python" and words[1].endswith(".py") and is_plain:
+        child = processes.forked(Path(words[1]).resolve(), *words[2:], directory=Path.cwd())
+        print(child.ended())
+        code = child.returncode
     else:
-        code, told = subprocess.run(["bash", "-uc", command], check=False).returncode, False
+        code = subprocess.run(["bash", "-uc", command], check=False).returncode
     if code and not told:
         raise SystemExit(f"{page}:{block.line}: {command}: exit code {code}")
 

@@ -53,6 +53,8 @@ os.environ["XLA_FLAGS"] = (
 import jax  # noqa: E402
 
 jax.config.update("jax_cpu_collectives_implementation", "gloo")
+if os.environ.get("JAX_ENABLE_RECOVERABILITY") == "1":  # JAX was imported before it was set
+    jax.config.update("jax_enable_recoverability", True)
 if own.processes > 1:
     jax.distributed.initialize(
         f"127.0.0.1:{own.port}",

@@ -59,12 +59,14 @@ class Child:
         return said
 
 
-def _run(program: str, arguments: list[str], environment: dict[str, str], output: Path) -> None:
+def _run(
+    program: str, arguments: list[str], environment: dict[str, str], output: Path, directory: Path
+) -> None:
     """Runs a module, or a script, in this process as Python would in a new one."""
     assert "tests.preloaded" in sys.modules, "nothing is imported before the fork"
     gc.freeze()  # what was imported stays
     gc.set_threshold(20_000, 10, 50)
-    os.chdir(ROOT)
+    os.chdir(directory)
     os.environ.clear()
     os.environ.update(environment)  # the parent's as it is now, not when this was forked
     file = os.open(output, os.O_WRONLY | os.O_APPEND)
@@ -86,7 +88,10 @@ def _run(program: str, arguments: list[str], environment: dict[str, str], output
 
 
 def forked(
-    program: str | Path, *arguments: Any, environment: Mapping[str, str] = os.environ
+    program: str | Path,
+    *arguments: Any,
+    environment: Mapping[str, str] = os.environ,
+    directory: Path = ROOT,
 ) -> Child:
     """Starts a process that runs a module, or a script.
 
@@ -94,9 +99,10 @@ def forked(
         program: name of the module, or path of the script, which ends with ``.py``.
         arguments: of its command line.
         environment: of the process; JAX reads some of it as it is imported, which was before.
+        directory: working directory of the process.
     """
     output = Path(tempfile.mkstemp(prefix=f"{Path(program).name}.", suffix=".txt")[1])
-    given = (str(program), [*map(str, arguments)], dict(environment), output)
+    given = (str(program), [*map(str, arguments)], dict(environment), output, directory)
     process = _FORKS.Process(target=_run, args=given)
     process.start()
     return Child(process, output)

@@ -7,6 +7,7 @@ import dataclasses
 import functools
 import os
 import re
+import subprocess
 import threading
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -275,6 +276,12 @@ def manager_of(root: Any, handler: Any, **options: Any) -> ocp.CheckpointManager
     return ocp.CheckpointManager(
         root, item_handlers=handler, options=ocp.CheckpointManagerOptions(**options)
     )
+
+
+def copied(root: Path, target: Path) -> Path:
+    """A copy to be changed, in which what was hard-linked is so again."""
+    subprocess.run(["cp", "-a", root, target], check=True)
+    return target
 
 
 def save_steps(manager: Any, run: Run, steps: int) -> dict[int, list[np.ndarray]]:

@@ -1,13 +1,12 @@
 """Documents: every block of code runs, in one process for several pages."""
 
 import os
-import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 
-from tests import docs_code
+from tests import docs_code, processes
 from tests.docs_code import ROOT
 
 PAGES = {
@@ -31,23 +30,12 @@ MOST_NOT_RUN = 8
     ids=["first", "long", "one half", "other half"],
 )
 def test_pages_run(names, tmp_path):
-    paths = [str(ROOT), os.environ.get("PYTHONPATH", "")]
-    programs = [os.path.dirname(sys.executable), os.environ["PATH"]]
-    environment = {
-        **os.environ,
-        "PYTHONPATH": os.pathsep.join(filter(None, paths)),
-        "PATH": os.pathsep.join(programs),
-    }
-    done = subprocess.run(
-        [sys.executable, "-m", "tests.docs_code", *(ROOT / name for name in names)],
-        cwd=tmp_path,
-        env=environment,
-        capture_output=True,
-        text=True,
-        check=False,
-    )
-    assert done.returncode == 0, f"{done.stdout[-3000:]}\n{done.stderr[-5000:]}"
-    told = [line for line in done.stdout.splitlines() if line.endswith(" blocks run")]
+    path = os.pathsep.join([os.path.dirname(sys.executable), os.environ["PATH"]])
+    environment = {**os.environ, "PATH": path}
+    pages = [ROOT / name for name in names]
+    run = processes.forked("tests.docs_code", *pages, environment=environment, directory=tmp_path)
+    (said,) = processes.outputs([run])
+    told = [line for line in said.splitlines() if line.endswith(" blocks run")]
     for name, line in zip(names, told, strict=True):
         shown = sum(each.runs and not each.is_hidden for each in PAGES[name])
         assert line == f"{Path(name).name}: {shown} blocks run"

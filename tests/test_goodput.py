@@ -11,7 +11,7 @@ from benchmarks import memory_tiers
 from benchmarks.goodput import __main__ as command
 from benchmarks.goodput.figures import DAY_S, cluster_of, figures_of, read
 from benchmarks.goodput.simulation import Trace, outcomes, replayed, sensitivities
-from benchmarks.goodput.systems import ALWAYS, LOCAL, SYSTEMS, as_behaviour
+from benchmarks.goodput.systems import ALWAYS, SYSTEMS, as_behaviour
 from benchmarks.goodput.tiers import Behaviour, Tier
 
 TABLES = read()
@@ -73,30 +73,6 @@ def test_all_of_the_time_is_accounted_for():
         assert min(shares) >= 0
 
 
-def test_without_failures_nothing_is_lost():
-    cluster = dataclasses.replace(cluster_of(1e12), duration_s=1000.0)
-    found = outcome_of(Behaviour((storage(10, base_blocking_s=2.5),), slowdown=0.05), cluster, 1)
-    assert (found.failures, found.lost_steps) == (0, 0)
-    assert found.goodput == pytest.approx(1 / (1 + 0.05 + 0.25), abs=0.002)
-
-
-def test_memory_is_as_good_as_what_it_survives():
-    behaviour = Behaviour((Tier("memory", 1, LOCAL, 0.0), storage(50)))
-
-    def lost(software, rack):
-        figures = {"software_share": software, "rack_share": rack}
-        return outcome_of(behaviour, cluster_of(500.0, **figures)).lost_a_failure
-
-    assert lost(1.0, 0.0) == 0
-    assert lost(0.0, 1.0) == pytest.approx(25, rel=0.05)
-    assert lost(0.5, 0.0) == pytest.approx(12.5, rel=0.1)
-
-
-def test_a_save_that_is_being_written_is_lost():
-    late = outcome_of(Behaviour((storage(10, base_write_s=10.0),)), cluster_of(5000.0))
-    assert late.lost_a_failure == pytest.approx(5 + 10, rel=0.05)
-
-
 def test_the_newest_safe_step_of_a_lineage():
     tier = storage(10, delta_every=4, base_write_s=2.0, delta_write_s=0.5)  # 0 4 8 9, 10 14 18 19
     progress = np.array([3.0, 4.4, 4.5, 8.6, 9.6, 10.5, 11.9, 12.0, 14.6, 19.5])
@@ -108,11 +84,6 @@ def test_all_systems_meet_the_same_failures():
     assert first == second
     assert len({each.failures for each in first}) == 1
     assert first != outcomes(TABLES, LLAMA, runs=3, seed=8)
-
-
-def test_the_rate_of_failures_is_that_of_llama_3():
-    assert LLAMA.devices == 16_384
-    assert outcomes(TABLES, LLAMA, runs=100)[0].failures == pytest.approx(419, rel=0.02)
 
 
 def test_every_figure_has_a_source():

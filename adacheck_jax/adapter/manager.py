@@ -79,11 +79,17 @@ def checkpoint_manager(
         **handler: options of :class:`AdaCheckHandler`, by which steps are saved.
 
     Raises:
+        TypeError: an option that nobody knows; the message names it.
         ValueError: options that contradict each other, or cannot be kept; the message names them.
         StorageError: a URL of another kind, or one that a ``pathlib.Path`` has mangled; a path that
             is read otherwise in some places, as one with a backslash is; or no directory can be
             there.
     """
+    if unknown := handler.keys() - HandlerOptions.__annotations__:
+        raise TypeError(
+            f"checkpoint_manager: expected options of AdaCheckHandler, found {sorted(unknown)}; "
+            f"those are {', '.join(sorted(HandlerOptions.__annotations__))}."
+        )
     place, usual = directories.root_path(root), NEWEST if options is None else None
     options = options or ocp.CheckpointManagerOptions()
     _refuse(options, item, items or {})

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -10,13 +9,12 @@ import typer
 from rich.filesize import decimal
 
 from adacheck_jax.cli.command import Target, app, command, errors
-from adacheck_jax.cli.printing import counted, print_rows, print_text
+from adacheck_jax.cli.printing import print_rows, print_text
 from adacheck_jax.errors import AdaCheckError
 from adacheck_jax.tools.steps import InputError
 
 if TYPE_CHECKING:  # which imports JAX
     from adacheck_jax.tools.plan import RedundancyReport
-    from adacheck_jax.tools.survival import Survival
 
 _GROUP = "Without a checkpoint"
 
@@ -66,51 +64,6 @@ def _show_plan(report: RedundancyReport) -> None:
     print_text(
         "\nAt most: what compresses, is zero, is equal or did not change is known at a save only."
     )
-    if report.survival is not None:
-        _show_survival(report.survival, report)
-
-
-def _show_survival(survival: Survival, report: RedundancyReport) -> None:
-    """Print the redundancy between failure domains, and after which failures memory serves."""
-    count, copies = survival.domain_count, survival.copies
-    domains = counted(count, "failure domain")
-    print_text(f"\nIn the memory of hosts, Shadow(directory=..., copies={copies}), {domains}:\n")
-    if survival.problem:
-        print_text(
-            f"no state, because {survival.problem}; where devices can replay the update, a base "
-            "and the records since, which this does not plan"
-        )
-        return
-    sent = ": copies are sent" if survival.wire_bytes else ""
-    kinds = (
-        ("full", survival.full, "other domains hold all of it anyway"),
-        ("partial", survival.partial, f"other domains hold a part of it{sent}"),
-        ("none", survival.none, f"devices of one domain alone hold it{sent}"),
-    )
-    rows = [
-        (name, f"{each.leaf_count:,}", decimal(each.leaf_bytes), decimal(each.copied_bytes), why)
-        for name, each, why in kinds
-    ]
-    right = ("leaves", "bytes", "copied")
-    print_rows(("redundancy", *right, "why"), rows, right=right)
-    print_text("")
-    lost = [("a process", "memory"), ("one domain", _served(survival.survived_domains, count))]
-    if pairs := math.comb(count, 2):
-        lost.append(("two domains", _served(survival.survived_pairs, pairs)))
-    print_rows(("what is lost", "what serves"), lost)
-    stored = report.amortised_bytes if report.amortised_bytes is not None else report.base_bytes
-    print_text(
-        f"\nA process takes up to {decimal(survival.process_bytes)} of host memory: its part of "
-        f"the state and two records, and {decimal(survival.copies_bytes)} of copies. A step sends "
-        f"{decimal(survival.wire_bytes)} for copies, and {decimal(round(stored))} to storage."
-    )
-
-
-def _served(survived: int, count: int) -> str:
-    """The tier that serves, in words, where so many of all cases need no storage."""
-    if survived in (0, count):
-        return "memory" if survived else "storage"
-    return f"memory in {survived:,} of {count:,} cases, else storage"
 
 
 def _ratio(ratio: float) -> str:
@@ -125,23 +78,16 @@ def plan(
         int, typer.Option(min=1, help="Devices of an abstract mesh that one process has.")
     ] = 8,
     max_deltas: Annotated[int, typer.Option(min=0, help="Deltas for each base.")] = 20,
-    domains: Annotated[
-        int | None, typer.Option(min=1, help="Failure domains; one a process if left out.")
-    ] = None,
-    copies: Annotated[int, typer.Option(min=0, help="Copies in the memory of others.")] = 1,
 ) -> RedundancyReport:
-    """Say what saving every step of a model would cost, and which failures need no storage.
+    """Say what saving every step of a model would cost.
 
     \b
-    Examples:
+    Example:
       adacheck plan examples/plan_llama.py:data_parallel
-      adacheck plan examples/plan_llama.py:data_parallel --domains 4 --copies 2
 
     TARGET takes no argument and returns an abstract state (a pytree of jax.ShapeDtypeStruct with
     shardings, which may be over a jax.sharding.AbstractMesh), or a tuple of it and the Recorder.
-    No array is allocated, and no device is needed. A failure domain is what is lost together with
-    its memory, such as a host, a rack or a slice: consecutive processes. With the Recorder in the
-    tuple a second table says what others hold, and after which failures their memory serves.
+    No array is allocated, and no device is needed.
 
     With --json: the fields of adacheck_jax.tools.plan.RedundancyReport.
     """
@@ -159,8 +105,6 @@ def plan(
             recorder,
             devices_per_process=devices_per_process,
             max_deltas=max_deltas,
-            domains=domains,
-            copies=copies,
         )
     except (AdaCheckError, ValueError) as error:  # here it is the input that is wrong
         raise InputError(f"{target}: {error}") from error

@@ -162,20 +162,26 @@ def verify_root(
         leftovers=tuple(leftovers(root)),
         data_count=sum("data" in each.checked for each in rows),
         damaged_count=sum(bool(each.damage) for each in rows),
-        not_looked_at=tuple(_not_looked_at(rows)),
+        not_looked_at=tuple(_not_looked_at(rows, read_data=read_data, replay=replay)),
         causes=_causes_of(str(root), ((each.step, d) for each in rows for d in each.damage)),
         deleted=tuple(sorted({step.step for step in steps if step.directory in gone})),
     )
 
 
-def _not_looked_at(reports: Sequence[StepReport]) -> Iterator[str]:
+def _not_looked_at(
+    reports: Sequence[StepReport], *, read_data: bool, replay: bool
+) -> Iterator[str]:
+    """What was not checked, and the option that has it checked, or why it could not be."""
+    hindered = "asked for, and not possible: see the step"
     unread = sum("data" not in each.checked for each in reports)
     if unread:
-        yield f"the array bytes of {_of(unread, reports)} (verify --read-data)"
+        how = hindered if read_data else "verify --read-data"
+        yield f"the array bytes of {_of(unread, reports)} ({how})"
     replaying = [each for each in reports if each.replayed_count]
     missing = sum("replay" not in each.checked for each in replaying)
     if missing:
-        yield f"the replay of {_of(missing, replaying)} with updates (verify --replay)"
+        how = hindered if replay else "verify --replay"
+        yield f"the replay of {_of(missing, replaying)} with updates ({how})"
 
 
 def _of(count: int, every: Sequence[StepReport]) -> str:

@@ -7,7 +7,6 @@ the content of arrays are not in them: equal leaves, unchanged leaves, runs of z
 
 from __future__ import annotations
 
-import dataclasses
 import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -19,8 +18,6 @@ import numpy as np
 from adacheck_jax.device import transfer, trees
 from adacheck_jax.device.trees import PyTree
 from adacheck_jax.errors import FormatError
-from adacheck_jax.state.planned import PlannedArray, sharding_of
-from adacheck_jax.tools.survival import Survival, survival_of
 from adacheck_jax.update.binding import Binding, RecorderArgument, bind_all, recorders_of
 from adacheck_jax.update.params_search import LeafType, leaf_types, recorded_params
 from adacheck_jax.update.recorder_state import find_nodes
@@ -49,7 +46,6 @@ class RedundancyReport:
             with ``record_bytes``.
         max_deltas: number of deltas for each base.
         amortised_bytes: mean bytes of a save over one base and ``max_deltas`` deltas.
-        survival: failures after which the memory of hosts serves; None if no recorder is given.
     """
 
     device_count: int
@@ -64,7 +60,6 @@ class RedundancyReport:
     other_bytes: int | None
     max_deltas: int
     amortised_bytes: float | None
-    survival: Survival | None = None
 
 
 def redundancy_report(
@@ -74,10 +69,8 @@ def redundancy_report(
     params_path: str | Mapping[str, str] | None = None,
     devices_per_process: int = 8,
     max_deltas: int = 20,
-    domains: int | None = None,
-    copies: int = 1,
 ) -> RedundancyReport:
-    """Compute the bytes of each save of a state, and what survives, without a device or an array.
+    """Compute the bytes of each save of a state, without a device or an array.
 
     Example::
 
@@ -100,40 +93,25 @@ def redundancy_report(
         devices_per_process: consecutive devices of an ``AbstractMesh`` that belong to one process.
             Real devices tell their process themselves.
         max_deltas: number of deltas for each base; a handler begins with 20.
-        domains: number of failure domains, over which the processes are spread evenly, in turn;
-            None for one a process, as if each were a host.
-        copies: number of copies in other domains, as for :class:`Shadow`.
 
     Raises:
-        ValueError: ``devices_per_process`` is less than 1, ``max_deltas`` or ``copies`` is
-            negative, or there are fewer processes than ``domains``, or none of these.
+        ValueError: ``devices_per_process`` is less than 1, or ``max_deltas`` is negative.
         FormatError: a leaf is no array, has no sharding though others have one, or has one that
             does not fit its shape; or there are no leaves.
         MismatchError: two leaves have the same leaf path.
         RecorderError: the recorder cannot be tied to the state.
     """
-    _check_counts(devices_per_process, max_deltas, copies)
+    if devices_per_process < 1 or max_deltas < 0:
+        raise ValueError(
+            "expected devices_per_process of at least 1 and max_deltas of at least 0, found "
+            f"{devices_per_process} and {max_deltas}"
+        )
     named = _leaves_of(abstract_state)
     placed = _place_all(named, devices_per_process)
     types, bindings = leaf_types(named), None
     if recorder is not None:
         bindings = bind_all(recorders_of(recorder), types, params_path)
-    report = _totals(placed, _roles_of(types, bindings, params_path), max_deltas)
-    count = report.process_count
-    if domains is not None and not 1 <= domains <= count:
-        raise ValueError(f"expected domains from 1 to {count}, the processes, found {domains}")
-    if bindings is None:
-        return report
-    found = survival_of(named, bindings, count, devices_per_process, domains or count, copies)
-    return dataclasses.replace(report, survival=found)
-
-
-def _check_counts(devices_per_process: int, max_deltas: int, copies: int) -> None:
-    if devices_per_process < 1 or max_deltas < 0 or copies < 0:
-        raise ValueError(
-            "expected devices_per_process of at least 1, max_deltas and copies of at least 0, "
-            f"found {devices_per_process}, {max_deltas} and {copies}"
-        )
+    return _totals(placed, _roles_of(types, bindings, params_path), max_deltas)
 
 
 def _leaves_of(abstract_state: PyTree) -> dict[str, Any]:
@@ -165,7 +143,7 @@ class _Placed:
 
 def _place_all(named: Mapping[str, Any], devices_per_process: int) -> dict[str, _Placed]:
     without = [path for path, leaf in named.items() if _needs_sharding(leaf)]
-    if without and any(sharding_of(leaf) is not None for leaf in named.values()):
+    if without and any(_sharding_of(leaf) is not None for leaf in named.values()):
         raise FormatError(
             f"leaf {without[0]}: expected a sharding, as other leaves have one; {len(without)} of "
             f"{len(named)} leaves have none. Say where it lies: jax.ShapeDtypeStruct(shape, dtype, "
@@ -176,7 +154,7 @@ def _place_all(named: Mapping[str, Any], devices_per_process: int) -> dict[str, 
 
 def _place(path: str, leaf: Any, devices_per_process: int) -> _Placed:
     itemsize_bytes = _itemsize_bytes(path, leaf)
-    shape, where = tuple(np.shape(leaf)), sharding_of(leaf)
+    shape, where = tuple(np.shape(leaf)), _sharding_of(leaf)
     leaf_bytes = math.prod(shape) * itemsize_bytes
     if where is None:  # on one device, or on the host, from where the first process writes it
         return _Placed(leaf_bytes, leaf_bytes)
@@ -205,7 +183,7 @@ def _needs_sharding(leaf: Any) -> bool:
     Under Explicit axes JAX gives no sharding to counters.
     """
     host = isinstance(leaf, np.ndarray) or not np.shape(leaf)
-    return sharding_of(leaf) is None and not host
+    return _sharding_of(leaf) is None and not host
 
 
 def _itemsize_bytes(path: str, leaf: Any) -> int:
@@ -216,8 +194,17 @@ def _itemsize_bytes(path: str, leaf: Any) -> int:
             f"{getattr(leaf, 'dtype', type(leaf).__name__)}. Give the state as jax.eval_shape "
             "makes it."
         )
-    words = PlannedArray.of(jax.ShapeDtypeStruct((), trees.dtype_of(leaf)), 1)
-    return math.prod(words.shape) * words.dtype.itemsize
+    if not transfer.is_key(leaf):
+        return np.dtype(trees.dtype_of(leaf)).itemsize
+    words = jax.eval_shape(jax.random.key_data, jax.ShapeDtypeStruct((), trees.dtype_of(leaf)))
+    return words.size * words.dtype.itemsize
+
+
+def _sharding_of(leaf: Any) -> Any:
+    """The sharding of a leaf; None where it has none."""
+    where = getattr(leaf, "sharding", None)
+    # Traced without a mesh, JAX gives a sharding over the empty mesh.
+    return None if where is None or not where.num_devices else where
 
 
 def _roles_of(
@@ -242,7 +229,7 @@ def _roles_of(
 def _totals(
     placed: Mapping[str, _Placed], roles: tuple[set[str], set[str], set[str]], max_deltas: int
 ) -> RedundancyReport:
-    """The sums over all leaves; nothing is said yet of what survives."""
+    """The sums over all leaves."""
     counts, consumed, computed = roles
 
     def total_bytes(paths: Iterable[str]) -> int:

@@ -128,8 +128,14 @@ def test_a_step_that_another_holds_is_restored_by_its_number(tmp_path, run):
             manager.restore(3, args=ocp.args.Composite(state=wanted, json=ocp.args.JsonRestore()))
         only = ocp.args.Composite(state=dataclasses.replace(wanted, step=3))
         assert_same_bits(manager.restore(4, args=only).state, states[3])
-        with pytest.raises(FileNotFoundError, match="9 not found"):
+        with pytest.raises(FileNotFoundError, match="step 9 not found; those there are 1, 2, 4"):
             manager.restore(9, args=ocp.args.Composite(state=wanted))
+
+
+def test_an_option_that_nobody_knows_is_named(tmp_path, run):
+    options: Any = {"max_delta": 3}
+    with pytest.raises(TypeError, match=r"checkpoint_manager: .*\['max_delta'\].* max_deltas,"):
+        adacheck.checkpoint_manager(tmp_path, run.recorder, **options)
 
 
 def test_a_root_may_be_relative_or_in_the_home_directory(tmp_path, run, monkeypatch):

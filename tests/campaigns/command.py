@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import argparse
 import json
+import logging
 import math
+import re
 import shutil
 import sys
 import tempfile
@@ -58,6 +60,31 @@ def workplace(directory: Path | None, problems: Sequence[object]) -> Iterator[Pa
     yield made
     if not problems:
         shutil.rmtree(made, ignore_errors=True)
+
+
+def steps_given_up(message: str) -> set[int]:
+    """The recorded steps of which a warning of the library says that they are not saved."""
+    found = re.match(r"Recorded steps that are not saved: ([^;]*);", message)
+    ranges = re.findall(r"(\d+)(?: to (\d+))?", found[1] if found else "")
+    return {step for a, b in ranges for step in range(int(a), int(b or a) + 1)}
+
+
+class GivenUp(logging.Handler):
+    """Collects the recorded steps that the library gives up, while it is entered."""
+
+    def __init__(self) -> None:
+        super().__init__(logging.WARNING)
+        self.steps: set[int] = set()
+
+    def emit(self, record: logging.LogRecord) -> None:
+        self.steps |= steps_given_up(record.getMessage())
+
+    def __enter__(self) -> GivenUp:
+        logging.getLogger("adacheck_jax").addHandler(self)
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        logging.getLogger("adacheck_jax").removeHandler(self)
 
 
 def table(head: Sequence[str], rows: Iterable[Sequence[object]]) -> str:

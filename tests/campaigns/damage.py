@@ -29,8 +29,52 @@ class Damage:
     detail: str = ""
 
 
-def files_of(directory: Path) -> list[Path]:
-    return sorted(path for path in directory.rglob("*") if path.is_file())
+def _flip(rng: random.Random, data: bytearray) -> str:
+    if not data:
+        data.append(1)
+        return "of an empty file"
+    bit = rng.randrange(8 * len(data))
+    data[bit // 8] ^= 1 << bit % 8
+    return f"bit {bit} of {8 * len(data)}"
+
+
+def _letter(rng: random.Random, data: bytearray) -> str:
+    """One character for another of its kind, so that a text file stays well-formed."""
+    kinds = (b"0123456789", b"abcdefghijklmnopqrstuvwxyz")
+    places = [i for i, byte in enumerate(data) if any(byte in kind for kind in kinds)]
+    if not places:
+        return "nothing to change"
+    i = rng.choice(places)
+    kind = next(kind for kind in kinds if data[i] in kind)
+    old, data[i] = data[i], rng.choice(kind)
+    return f"byte {i}: {chr(old)} -> {chr(data[i])}"
+
+
+def _truncate(rng: random.Random, data: bytearray) -> str:
+    size = len(data)
+    del data[rng.randrange(size) if size else 0 :]
+    return f"{size} -> {len(data)} bytes"
+
+
+def _empty(_: random.Random, data: bytearray) -> str:
+    data.clear()
+    return ""
+
+
+def _zero_page(rng: random.Random, data: bytearray) -> str:
+    """One page, as a lost write leaves it."""
+    start = PAGE_BYTES * rng.randrange(1 + len(data) // PAGE_BYTES)
+    stop = min(len(data), start + PAGE_BYTES)
+    data[start:stop] = bytes(stop - start)
+    return f"bytes {start} to {stop}"
+
+
+CHANGES: dict[str, Callable[[random.Random, bytearray], str]] = {
+    **{"bit flip": _flip, "character": _letter, "truncation": _truncate},
+    **{"emptied": _empty, "zeroed page": _zero_page},
+}
+"""Changes of the bytes of a file."""
+KINDS = (*CHANGES, "deletion", "file swap", "folder swap", "extra file")
 
 
 class Patient:
@@ -50,14 +94,31 @@ class Patient:
     def damage(self, rng: random.Random) -> Damage:
         """Does one thing at random to one random file (or folder) of one random step."""
         self._aside.mkdir()
-        step = rng.choice(self._steps)
-        kind = rng.choice(list(KINDS))
+        step, kind = rng.choice(self._steps), rng.choice(KINDS)
+        own = self._root / str(step)
         # By place, and not by number of files: a lineage has many more of some than of others.
         by_folder: dict[Path, list[Path]] = {}
-        for path in files_of(self._root / str(step)):
+        for path in _files_of(own):
             by_folder.setdefault(path.parent, []).append(path)
         path = rng.choice(by_folder[rng.choice(sorted(by_folder))])
-        return KINDS[kind](self, rng, step, path)
+        if kind in CHANGES:
+            data = bytearray(path.read_bytes())
+            detail = CHANGES[kind](rng, data)
+            self._take_away(path)
+            path.write_bytes(data)
+            return self._told(kind, path, detail)
+        if kind == "deletion":
+            self._take_away(path)
+            return self._told(kind, path)
+        if kind == "extra file":
+            return self._extra(rng, own, path)
+        if kind == "folder swap":
+            # Each folder is consistent. Not all of a step: that would be a step of another name,
+            # as whoever moves steps makes it.
+            folders = [each for each in path.parents if own in each.parents]
+            folders = [x for x in folders if x.parent != own and x.name != "adacheck"]
+            path = rng.choice(folders or [path])
+        return self._swap(rng, step, path, kind)
 
     def heal(self) -> None:
         """Puts everything back as it was."""
@@ -77,96 +138,13 @@ class Patient:
         self._undo.append(put_back)
         return aside
 
-    def _rewrite(self, path: Path, change: Callable[[bytearray], str], kind: str) -> Damage:
-        data = bytearray(path.read_bytes())
-        detail = change(data)
-        self._take_away(path)
-        path.write_bytes(data)
-        return self._told(kind, path, detail)
-
     def _told(self, kind: str, path: Path, detail: str = "", other: int | None = None) -> Damage:
         relative = path.relative_to(self._root)
         steps = [int(relative.parts[0])] + ([] if other is None else [other])
         return Damage(kind, str(relative), tuple(steps), detail)
 
-    def flip(self, rng: random.Random, _step: int, path: Path) -> Damage:
-        """One bit."""
-
-        def change(data: bytearray) -> str:
-            if not data:
-                data.append(1)
-                return "of an empty file"
-            bit = rng.randrange(8 * len(data))
-            data[bit // 8] ^= 1 << bit % 8
-            return f"bit {bit} of {8 * len(data)}"
-
-        return self._rewrite(path, change, "bit flip")
-
-    def letter(self, rng: random.Random, step: int, path: Path) -> Damage:
-        """One character for another of its kind, so that a text file stays well-formed."""
-
-        def change(data: bytearray) -> str:
-            kinds = (b"0123456789", b"abcdefghijklmnopqrstuvwxyz")
-            places = [i for i, byte in enumerate(data) if any(byte in kind for kind in kinds)]
-            if not places:
-                return "nothing to change"
-            i = rng.choice(places)
-            kind = next(kind for kind in kinds if data[i] in kind)
-            old, data[i] = data[i], rng.choice(kind)
-            return f"byte {i}: {chr(old)} -> {chr(data[i])}"
-
-        return self._rewrite(path, change, "character")
-
-    def truncate(self, rng: random.Random, _step: int, path: Path) -> Damage:
-        """To a random length."""
-
-        def change(data: bytearray) -> str:
-            size = len(data)
-            del data[rng.randrange(size) if size else 0 :]
-            return f"{size} -> {len(data)} bytes"
-
-        return self._rewrite(path, change, "truncation")
-
-    def empty(self, _rng: random.Random, _step: int, path: Path) -> Damage:
-        """To no bytes at all."""
-
-        def change(data: bytearray) -> str:
-            data.clear()
-            return ""
-
-        return self._rewrite(path, change, "emptied")
-
-    def zero_page(self, rng: random.Random, _step: int, path: Path) -> Damage:
-        """One page, as a lost write leaves it."""
-
-        def change(data: bytearray) -> str:
-            start = PAGE_BYTES * rng.randrange(1 + len(data) // PAGE_BYTES)
-            stop = min(len(data), start + PAGE_BYTES)
-            data[start:stop] = bytes(stop - start)
-            return f"bytes {start} to {stop}"
-
-        return self._rewrite(path, change, "zeroed page")
-
-    def delete(self, _rng: random.Random, _step: int, path: Path) -> Damage:
-        """The whole file."""
-        self._take_away(path)
-        return self._told("deletion", path)
-
-    def swap(self, rng: random.Random, step: int, path: Path) -> Damage:
-        """The file with the one at the same place in another step."""
-        return self._swap(rng, step, path, "file swap")
-
-    def swap_folder(self, rng: random.Random, step: int, path: Path) -> Damage:
-        """A whole folder with the one at the same place in another step: each is consistent.
-
-        Not all of a step: that would be a step of another name, as whoever moves steps makes it.
-        """
-        own = self._root / str(step)
-        folders = [each for each in path.parents if own in each.parents]
-        folders = [each for each in folders if each.parent != own and each.name != "adacheck"]
-        return self._swap(rng, step, rng.choice(folders or [path]), "folder swap")
-
     def _swap(self, rng: random.Random, step: int, path: Path, kind: str) -> Damage:
+        """Exchanges a file or folder with the one at the same place in another step."""
         others = [each for each in self._steps if each != step]
         rng.shuffle(others)
         for other in others:
@@ -183,13 +161,12 @@ class Patient:
                 return self._told(kind, path, f"with step {other}", other)
         return self._told(kind, path, "no twin: nothing done")
 
-    def extra(self, rng: random.Random, step: int, path: Path) -> Damage:
+    def _extra(self, rng: random.Random, own: Path, path: Path) -> Damage:
         """A file more, beside another one: noise, or a copy of it or of yet another."""
         names = ("extra", "manifest.ocdbt", "zarr.json", ".tmp", "process_1", "lineage", "7")
-        target = path.with_name(
-            rng.choice([*names, f"{path.name}.bak", f"{rng.getrandbits(128):x}"])
-        )
-        source = rng.choice([None, path, rng.choice(files_of(self._root / str(step)))])
+        drawn = rng.choice([*names, f"{path.name}.bak", f"{rng.getrandbits(128):x}"])
+        target = path.with_name(drawn)
+        source = rng.choice([None, path, rng.choice(_files_of(own))])
         if target.exists():
             target = path.with_name("another")
         self._undo.append(lambda: _remove(target))
@@ -197,17 +174,8 @@ class Patient:
         return self._told("extra file", target)
 
 
-KINDS: dict[str, Callable[[Patient, random.Random, int, Path], Damage]] = {
-    "bit flip": Patient.flip,
-    "character": Patient.letter,
-    "truncation": Patient.truncate,
-    "emptied": Patient.empty,
-    "zeroed page": Patient.zero_page,
-    "deletion": Patient.delete,
-    "file swap": Patient.swap,
-    "folder swap": Patient.swap_folder,
-    "extra file": Patient.extra,
-}
+def _files_of(directory: Path) -> list[Path]:
+    return sorted(path for path in directory.rglob("*") if path.is_file())
 
 
 def _remove(path: Path) -> None:

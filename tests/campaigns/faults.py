@@ -14,7 +14,6 @@ that says so.
 
 from __future__ import annotations
 
-import collections
 import json
 import os
 import shlex
@@ -23,13 +22,13 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
 from benchmarks.common import environment
-from tests.campaigns import command, shim
+from tests.campaigns import command, profiles
 
 ROOT = Path(__file__).parents[2]
 SIZES = ("small", "full")
@@ -49,7 +48,6 @@ class Row:
         crashed: processes that crashed or hung.
         other: anything else that was not promised.
         note: what else there is to say.
-        is_stock: whether it was done to checkpoints of stock Orbax, for comparison.
     """
 
     fault: str
@@ -60,12 +58,11 @@ class Row:
     crashed: int | None = None
     other: int | None = None
     note: str = ""
-    is_stock: bool = False
 
     @property
     def is_good(self) -> bool:
         """Whether all that was tried gave what is promised."""
-        return self.is_stock or not any((self.lost, self.wrong, self.crashed, self.other))
+        return not any((self.lost, self.wrong, self.crashed, self.other))
 
 
 Found = dict[str, Any]
@@ -85,7 +82,6 @@ class Campaign:
             filled in.
         rows: what the table says of what was found.
         limit_minutes: after which it has hung, for each size.
-        needs_shim: whether it is to run with :mod:`tests.campaigns.shim` loaded.
     """
 
     name: str
@@ -95,7 +91,6 @@ class Campaign:
     arguments: dict[str, str]
     rows: Callable[[Campaign, Found], list[Row]]
     limit_minutes: dict[str, float] = field(default_factory=lambda: {"small": 10, "full": 180})
-    needs_shim: bool = False
 
     def row(self, **counts: Any) -> Row:
         """A row of this campaign."""
@@ -107,95 +102,11 @@ class Campaign:
         return [sys.executable, "-m", self.module, *shlex.split(arguments)]
 
 
-def kill_rows(campaign: Campaign, found: Found) -> list[Row]:
-    names = ("lost", "wrong", "crashed")
-    return [
-        campaign.row(
-            tried=found["kills"],
-            **{name: len(found[name]) for name in names},
-            other=len(found["failures"]),
-            note=f"{found['committed']:,} steps reported as saved, {found['checked']:,} compared",
-        )
-    ]
-
-
-def recovery_rows(campaign: Campaign, found: Found) -> list[Row]:
-    counts = {name: len(found[name]) for name in ("lost", "wrong")}
-    note = (
-        f"{found['recovered']} recovered, {found['in_fold']} of them stopped in a fold, "
-        f"{found['newer']} newer than storage; {sum(found['refused'].values())} refused"
-    )
-    other = len(found["failures"])
-    return [campaign.row(tried=found["kills"], crashed=0, **counts, other=other, note=note)]
-
-
-def host_rows(campaign: Campaign, found: Found) -> list[Row]:
-    counts = {name: len(found[name]) for name in ("lost", "wrong")}
-    note = (
-        f"{found['recovered']} recovered, {found['newer']} of them newer than storage; "
-        f"{found['wiped']} times one memory was wiped; {found['storage']} began from storage"
-    )
-    other = len(found["failures"])
-    return [campaign.row(tried=found["kills"], crashed=0, **counts, other=other, note=note)]
-
-
-def operation_rows(campaign: Campaign, found: Found) -> list[Row]:
-    ((mode, result),) = found["modes"].items()
-    kinds = collections.Counter(problem["kind"] for problem in result["problems"])
-    total = result.get("operations")
-    note = "" if total is None else f"{total} operations"
-    if mode != "stopped":
-        note += f"{'; ' if note else ''}{result['raised']} saves raised"
-    if not result["is_whole"]:
-        note += "; stopped for want of time"
-    counts = {kind: kinds[kind] for kind in ("lost", "wrong", "other")}
-    return [campaign.row(tried=result["tried"], crashed=0, **counts, note=note)]
-
-
-def corruption_rows(campaign: Campaign, found: Found, is_stock: bool = False) -> list[Row]:
-    restores = found["restores"]
-    kinds = sorted({restore["kind"] for restore in restores})
-
-    def row(name: str, group: Sequence[dict[str, Any]]) -> Row:
-        counts = collections.Counter(restore["outcome"] for restore in group)
-        return campaign.row(
-            fault=f"{campaign.fault}: {name}",
-            tried=len(group),
-            wrong=counts["silently wrong"],
-            crashed=counts["crash"] + counts["hang"],
-            other=counts["unclear"],
-            note=f"{counts['refused']:,} refused, {counts['harmless']:,} harmless",
-            is_stock=is_stock,
-        )
-
-    rows = [row(kind, [each for each in restores if each["kind"] == kind]) for kind in kinds]
-    return [row("all kinds", restores), *rows]
-
-
-def stock_corruption_rows(campaign: Campaign, found: Found) -> list[Row]:
-    return corruption_rows(campaign, found, is_stock=True)
-
-
-def disk_rows(campaign: Campaign, found: Found) -> list[Row]:
-    from tests.campaigns.disk import kinds_of  # it imports all of Orbax
-
-    rows = []
-    for kind in ("base", "delta"):
-        points = [point for point in found["points"] if point["kind"] == kind]
-        kinds = collections.Counter(each for point in points for each in kinds_of(point))
-        counts = {name: kinds[name] for name in ("lost", "wrong", "other")}
-        saved = sum(point["committed"] for point in points)
-        late = sum(point["late"] for point in points)
-        rows.append(
-            campaign.row(
-                fault=f"{campaign.fault}: {kind}",
-                tried=len(points),
-                crashed=0,
-                **counts,
-                note=f"{saved} saved all the same, {late} told by Orbax twice",
-            )
-        )
-    return rows
+def machine_rows(campaign: Campaign, found: Found) -> list[Row]:
+    """All that a profile of the machine tells."""
+    counts = {name: len(found[name]) for name in ("lost", "wrong", "crashed", "other")}
+    note = ", ".join(f"{count:,} {what}" for what, count in sorted(found["counts"].items()))
+    return [campaign.row(tried=found["tried"], **counts, note=note)]
 
 
 def fuzz_rows(campaign: Campaign, found: Found) -> list[Row]:
@@ -213,93 +124,22 @@ def update_rows(campaign: Campaign, found: Found) -> list[Row]:
     return [replace(row, crashed=(row.crashed or 0) + len(found["ended"]), note=note)]
 
 
-def machine_rows(campaign: Campaign, found: Found) -> list[Row]:
-    return [
-        campaign.row(
-            tried=found["examples"],
-            other=len(found["failures"]),
-            note=f"of up to {found['rules']} rules each",
-        )
-    ]
-
-
-def beside_rows(campaign: Campaign, found: Found) -> list[Row]:
-    told = sum(each.get("told", 0) for each in found["verbs"].values())
-    note = f"{len(found['verbs'])} commands; {told} spoke of a step that was deleted"
-    return [campaign.row(tried=found["tried"], other=len(found["problems"]), note=note)]
-
-
-_EXACT = "every committed step is there, exact; training goes on"
-_ONE_ERROR = "one error, or saved; other steps exact; the next save that Orbax begins works"
-_REFUSED = "refused by name, or harmless"
 _CHEAP = "refused cheaply, or accepted and consistent"
 
 
-def _kills(name: str, processes: int, small: int, full: int, more: str = "") -> Campaign:
-    arguments = f"--json --seed {{seed}} --directory {{work}}/run --processes {processes} {more}"
-    words = "one process" if processes == 1 else "two processes that save together"
-    words += " that records most steps" if more else ""
+def _machine(name: str, small: int, full: int, more: str = "") -> Campaign:
+    profile = profiles.PROFILES[name]
+    common = f"--profile {name} --json --seed {{seed}} --directory {{work}}/run {more}"
     return Campaign(
-        name,
-        f"SIGKILL at a random moment, {words}",
-        _EXACT,
-        "tests.campaigns.crashes",
+        f"{name}{more.replace('--store ', '-')}",
+        profile.does,
+        profile.promise,
+        "tests.campaigns.machine",
         {
-            "small": f"{arguments} --kills {small} --minutes 5",
-            "full": f"{arguments} --kills {full} --minutes 120",
+            "small": f"{common} --count {small} --minutes 5",
+            "full": f"{common} --count {full} --minutes 120",
         },
-        kill_rows,
-    )
-
-
-def _operations() -> Iterable[Campaign]:
-    modes = {
-        "stopped": ("stops before any operation", _EXACT),
-        "once": ("has one operation fail (EIO)", _ONE_ERROR),
-        "full": ("has an operation and all after it fail (ENOSPC)", _ONE_ERROR),
-    }
-    for layer in ("calls", "python"):
-        for kind in ("base", "delta"):
-            for mode, (words, promise) in modes.items():
-                if (layer, mode) == ("python", "stopped"):
-                    continue  # a copy between two of Python's operations is no moment that was
-                where = "" if layer == "calls" else ", of those that Python makes"
-                common = f"{mode} --save {kind} --directory {{work}}/run"
-                yield Campaign(
-                    f"{layer}-{mode}-{kind}",
-                    f"a {kind} {words}{where}",
-                    promise,
-                    "tests.campaigns.operations",
-                    {
-                        "small": f"{common} --stride 41 --minutes 5",
-                        "full": f"{common} --minutes 90",
-                    },
-                    operation_rows,
-                    needs_shim=layer == "calls",
-                )
-
-
-def _corruption(name: str, option: str, other: str, rows: Any, full: int) -> Campaign:
-    common = f"--json --seed {{seed}} {other} 0"
-    return Campaign(
-        name,
-        "a file damaged at random",
-        _REFUSED,
-        "tests.campaigns.corruption",
-        {"small": f"{common} {option} 40", "full": f"{common} {option} {full}"},
-        rows,
-    )
-
-
-def _disk(what: str, words: str) -> Campaign:
-    common = f"--json --take {what} --points"
-    return Campaign(
-        f"disk-{what}",
-        words,
-        _ONE_ERROR,
-        "tests.campaigns.disk",
-        {"small": f"{common} 2", "full": f"{common} 25"},
-        disk_rows,
+        machine_rows,
     )
 
 
@@ -318,59 +158,27 @@ def _fuzz(
 
 
 CAMPAIGNS: tuple[Campaign, ...] = (
-    _kills("kills-one-process", 1, 8, 500),
-    _kills("kills-recording", 1, 4, 250, "--record"),
-    _kills("kills-two-processes", 2, 4, 250),
+    _machine("crashes", 8, 500),
+    _machine("together", 4, 250),
+    _machine("shadow", 8, 500),
+    _machine("hosts", 6, 500),
+    _machine("operations", 8, 1000),
+    _machine("disk", 4, 150),
+    _machine("outages", 2, 60),
+    _machine("phases", 4, 100),
+    _machine("damage", 1, 40),
+    _machine("beside", 1, 20),
     Campaign(
-        "kills-shadow",
-        "SIGKILL at a random moment, and recovery from memory",
-        "the state that the file held, exact; or refused",
-        "tests.campaigns.shadow_kills",
-        {
-            "small": "--json --seed {seed} --directory {work}/run --count 8 --minutes 5",
-            "full": "--json --seed {seed} --directory {work}/run --count 500 --minutes 60",
-        },
-        recovery_rows,
-    ),
-    Campaign(
-        "kills-hosts",
-        "SIGKILL of four hosts at a random moment, one memory wiped, and recovery",
-        "the newest step that memory held whole, exact; or refused",
-        "tests.campaigns.hosts",
-        {
-            "small": "--json --seed {seed} --directory {work}/run --count 6 --minutes 5",
-            "full": "--json --seed {seed} --directory {work}/run --count 500 --minutes 150",
-        },
-        host_rows,
-    ),
-    *_operations(),
-    Campaign(
-        "any-order",
+        profiles.ANY_ORDER,
         "saves, deletions, moves, crashes, restores in any order",
         "what is there is exact; what is missed is named",
-        "tests.campaigns.retention",
+        "tests.campaigns.machine",
         {
-            "small": "--json --seed {seed} --examples 10",
-            "full": "--json --seed {seed} --examples 500",
+            size: f"--profile {profiles.ANY_ORDER} --json --seed {{seed}} --count {count}"
+            for size, count in {"small": 10, "full": 500}.items()
         },
         machine_rows,
     ),
-    Campaign(
-        "beside-deletions",
-        "a step deleted while a command reads it",
-        "the command tells it, and does the rest; nothing is called damaged",
-        "tests.campaigns.beside",
-        {
-            "small": "--seed {seed} --directory {work}/run --count 20",
-            "full": "--seed {seed} --directory {work}/run --count 300",
-        },
-        beside_rows,
-    ),
-    _disk("bytes", "a disk that has no more bytes"),
-    _disk("inodes", "a disk that has no more inodes"),
-    _disk("read-only", "a disk that is read-only"),
-    _corruption("corruption", "--count", "--stock-count", corruption_rows, 2000),
-    _corruption("corruption-stock", "--stock-count", "--count", stock_corruption_rows, 700),
     _fuzz("fuzz-manifests", "a manifest that nobody wrote", 20_000, 1_000_000),
     _fuzz(
         "fuzz-updates",
@@ -463,15 +271,9 @@ def run(campaign: Campaign, size: str, seed: int, directory: Path) -> Result:
     start_s = time.monotonic()
     with tempfile.TemporaryDirectory(prefix="faults-", ignore_cleanup_errors=True) as work:
         command = campaign.command(size, seed, work)
-        library = shim.build(Path(work)) if campaign.needs_shim else None
-        if campaign.needs_shim and library is None:
-            found: Found = {"not_tried": "no C compiler here, or no Linux"}
-            rows = [campaign.row(note=f"not tried: {found['not_tried']}")]
-        else:
-            tell(f"{campaign.name}: {shlex.join(command)}")
-            extra = shim.loading(library) if library else {}
-            limit_s = campaign.limit_minutes[size] * 60
-            rows, found = _run_program(campaign, command, extra, limit_s, directory)
+        tell(f"{campaign.name}: {shlex.join(command)}")
+        limit_s = campaign.limit_minutes[size] * 60
+        rows, found = _run_program(campaign, command, limit_s, directory)
     minutes = round((time.monotonic() - start_s) / 60, 2)
     told = shlex.join(campaign.command(size, seed, "WORK"))
     result = Result(campaign.name, size, seed, told, minutes, environment(), rows, found)
@@ -482,7 +284,6 @@ def run(campaign: Campaign, size: str, seed: int, directory: Path) -> Result:
 def _run_program(
     campaign: Campaign,
     command: Sequence[str],
-    variables: dict[str, str],
     limit_s: float,
     directory: Path,
 ) -> tuple[list[Row], Found]:
@@ -493,7 +294,7 @@ def _run_program(
             stdout=output,
             stderr=errors,
             cwd=ROOT,
-            env={**os.environ, "JAX_PLATFORMS": "cpu", **variables},
+            env={**os.environ, "JAX_PLATFORMS": "cpu"},
             start_new_session=True,
         )
         ended = wait(process, campaign, log, limit_s)
@@ -507,11 +308,7 @@ def _run_program(
         return [campaign.row(crashed=1, note=note)], {"failed": note, "output": text[-5000:]}
     if "not_tried" in found:
         return [campaign.row(note=f"not tried: {found['not_tried']}")], found
-    rows = campaign.rows(campaign, found)
-    if "restores" in found:  # the seed gives all of them again; here those that are to be looked at
-        good = ("refused", "harmless")
-        found["restores"] = [each for each in found["restores"] if each["outcome"] not in good]
-    return rows, found
+    return campaign.rows(campaign, found), found
 
 
 def read_all(directory: Path) -> list[Result]:
@@ -530,24 +327,19 @@ _HEAD = (
     "other failures",
     "minutes",
     "besides",
-    "stock Orbax",
 )
 
 
 def table(results: Sequence[Result]) -> str:
     """Markdown: one row for each kind of fault, and what the numbers hold for."""
     rows = [(row, result) for result in results for row in result.rows]
-    stock = {row.fault: row for row, _ in rows if row.is_stock}
     lines = [f"| {' | '.join(_HEAD)} |", "|---" * len(_HEAD) + "|"]
     told: set[str] = set()
     for row, result in rows:
-        if row.is_stock:
-            continue
         minutes = "" if result.name in told else f"{result.minutes:.1f}"
         told.add(result.name)
         counts = (row.tried, row.lost, row.wrong, row.crashed, row.other)
         cells = [row.fault, row.promise, *map(_count, counts), minutes, row.note]
-        cells.append(_beside(stock.get(row.fault)))
         lines.append(f"| {' | '.join(cells)} |")
     holds = {json.dumps({"size": r.size, "seed": r.seed, **r.environment}): r.name for r in results}
     return "\n".join([*lines, "", *holds])
@@ -555,14 +347,6 @@ def table(results: Sequence[Result]) -> str:
 
 def _count(number: int | None) -> str:
     return "–" if number is None else f"{number:,}"
-
-
-def _beside(row: Row | None) -> str:
-    if row is None:
-        return ""
-    if row.tried is None:
-        return row.note
-    return f"{_count(row.wrong)} wrong, {_count(row.crashed)} crash or hang, of {row.tried:,}"
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

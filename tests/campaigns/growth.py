@@ -5,7 +5,7 @@
 
 Each verb is called again and again in a process of its own. The first tenth of the calls fills
 caches; the others must leave nothing behind, or a process that goes on for weeks dies of them. The
-save and the restore of stock Orbax stand beside ours. The exit status is 1 if a verb of ours grows.
+exit status is 1 if a verb grows.
 """
 
 from __future__ import annotations
@@ -23,8 +23,6 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-import orbax.checkpoint as ocp
-from orbax.checkpoint import checkpoint_utils
 from orbax.checkpoint.checkpoint_managers import LatestN
 
 import adacheck_jax as adacheck
@@ -138,14 +136,6 @@ def measure(verb: str, call: Call, calls: int, settle: Call = lambda: None) -> G
     return Growth(verb, calls - warm, before, held())
 
 
-@contextlib.contextmanager
-def _manager(root: Path, handler: Any = None, **options: Any) -> Iterator[ocp.CheckpointManager]:
-    given = {} if handler is None else {"item_handlers": handler}
-    chosen = ocp.CheckpointManagerOptions(**options)
-    with ocp.CheckpointManager(root, options=chosen, **given) as manager:
-        yield manager
-
-
 def _run() -> support.Run:
     """A training run, with all compiled that is compiled in the background."""
     run = support.dict_run(support.mesh_of((1, 1)))
@@ -158,7 +148,7 @@ def _saves(directory: Path, calls: int) -> Growth:
     run = _run()
     keep = adacheck.KeepLineage(LatestN(3))
     handler = adacheck.AdaCheckHandler(run.recorder, max_deltas=10, keep_lineage=keep)
-    with _manager(directory, handler, preservation_policy=keep) as manager:
+    with support.manager_of(directory, handler, preservation_policy=keep) as manager:
 
         def save() -> None:
             run.advance()
@@ -171,7 +161,7 @@ def _recorded(directory: Path, calls: int) -> Growth:
     run = _run()
     keep = adacheck.KeepLineage(LatestN(3))
     handler = adacheck.AdaCheckHandler(run.recorder, max_deltas=40, keep_lineage=keep)
-    with _manager(directory, handler, preservation_policy=keep) as manager:
+    with support.manager_of(directory, handler, preservation_policy=keep) as manager:
 
         def save() -> None:
             manager.save(run.count, args=adacheck.SaveArgs(run.state))
@@ -188,24 +178,13 @@ def _recorded(directory: Path, calls: int) -> Growth:
         return measure("record_step, 4 a save", record, calls, settle)
 
 
-def _stock_saves(directory: Path, calls: int) -> Growth:
-    run = _run()
-    with _manager(directory, max_to_keep=3) as manager:
-
-        def save() -> None:
-            run.advance()
-            manager.save(run.count, args=ocp.args.PyTreeSave(run.state))
-
-        return measure("stock Orbax: save", save, calls, manager.wait_until_finished)
-
-
 def _steps(root: Path, deltas: int) -> support.Run:
     """Saves a base and deltas; returns the run."""
     run = _run()
     handler = adacheck.AdaCheckHandler(
         run.recorder, max_deltas=deltas, shadow=adacheck.Shadow(background_bases=False)
     )
-    with _manager(root, handler) as manager:
+    with support.manager_of(root, handler) as manager:
         for step in range(deltas + 1):
             run.advance()
             manager.save(step, args=adacheck.SaveArgs(run.state))
@@ -216,7 +195,7 @@ def _restores(directory: Path, calls: int, deltas: int) -> Growth:
     run = _steps(directory, deltas)
     args = adacheck.RestoreArgs(support.abstract(run.state))
     handler = adacheck.AdaCheckHandler(run.recorder)
-    with _manager(directory, handler) as manager:
+    with support.manager_of(directory, handler) as manager:
         found = measure(
             f"restore, {deltas} deltas", lambda: manager.restore(deltas, args=args), calls
         )
@@ -231,24 +210,13 @@ def _restores_anew(directory: Path, calls: int) -> Growth:
     args = adacheck.RestoreArgs(support.abstract(run.state))
 
     def restore() -> None:
-        with _manager(directory, adacheck.AdaCheckHandler(run.recorder)) as manager:
+        with support.manager_of(directory, adacheck.AdaCheckHandler(run.recorder)) as manager:
             manager.restore(5, args=args)
         for thread in threading.enumerate():  # each handler compiles what its saves would need
             if thread.name.startswith("adacheck_compile"):
                 thread.join()
 
     return measure("new manager and handler, restore, 5 deltas", restore, calls)
-
-
-def _stock_restores(directory: Path, calls: int) -> Growth:
-    run = _run().advance()
-    args = ocp.args.PyTreeRestore(
-        item=support.abstract(run), restore_args=checkpoint_utils.construct_restore_args(run)
-    )
-    with _manager(directory) as manager:
-        manager.save(0, args=ocp.args.PyTreeSave(run))
-        manager.wait_until_finished()
-        return measure("stock Orbax: restore", lambda: manager.restore(0, args=args), calls)
 
 
 def _publishes(directory: Path, calls: int) -> Growth:
@@ -306,11 +274,9 @@ def _verb(run: Callable[[Path, int], Growth], full: int, small: int = 60) -> Ver
 VERBS = {
     "save": _verb(_saves, 2000),
     "record_step": _verb(_recorded, 2000),
-    "stock save": _verb(_stock_saves, 2000),
     "restore": _verb(lambda path, calls: _restores(path, calls, 0), 1000),
     "restore with deltas": _verb(lambda path, calls: _restores(path, calls, DELTAS), 1000, 30),
     "new manager": _verb(_restores_anew, 200),
-    "stock restore": _verb(_stock_restores, 1000),
     "publish": _verb(_publishes, 1000),
     "follow": _verb(_follows, 1000),
     "ls": _verb(_listings, 1000),
@@ -368,7 +334,7 @@ def main() -> int:
     for each in campaign(options.only, options.size):
         every.append(each)
         print(f"{each.verb}: {each.objects:.2f} objects a call", file=sys.stderr, flush=True)
-    growing = [each.verb for each in every if not each.is_flat and "stock" not in each.verb]
+    growing = [each.verb for each in every if not each.is_flat]
     return command.finish({}, growing, table(every))
 
 

@@ -1,7 +1,6 @@
 """Saves with a scheduler that decides, at random, which thread goes on next.
 
-    nice python -m tests.campaigns.interleavings --minutes 60
-    python -m tests.campaigns.interleavings --only 17
+    nice python -m tests.campaigns.places --scheduled --minutes 60
 
 The runs are those of :mod:`tests.campaigns.places`, most of whose changes are left out. The threads
 of a save (the caller's, the line's worker, the shadow, the writer, the manager's two, the one that
@@ -18,12 +17,8 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-import faulthandler
 import functools
-import itertools
 import random
-import sys
-import tempfile
 import threading
 from collections import Counter
 from collections.abc import Iterator
@@ -46,7 +41,7 @@ from adacheck_jax.save.pending import MOVES, Pending, Phase
 from adacheck_jax.save.resuming import Resumer
 from adacheck_jax.save.saver import Saver
 from adacheck_jax.save.staging import Stager
-from tests.campaigns import command, places
+from tests.campaigns import places
 
 POINTS: tuple[tuple[Any, str], ...] = (
     *((Planner, name) for name in ("plan_save", "plan_deferred", "learn", "settle_deferred")),
@@ -67,7 +62,7 @@ POINTS: tuple[tuple[Any, str], ...] = (
 )
 """Functions before and behind which a thread stops."""
 _MOMENT_S = 0.002
-_LONGEST_S = 120.0
+LONGEST_S = 120.0
 
 
 class Scheduler:
@@ -184,29 +179,3 @@ def run(seed: int, root: Path, length: int = 24) -> tuple[places.Outcome, Schedu
         outcome = places.run(plan_of(seed, length), root)
     outcome.problems += moves
     return outcome, scheduler
-
-
-def main() -> int:
-    """Reads the command line, and prints what was found."""
-    parser = command.parser(__doc__, seed=0, minutes=60.0)
-    parser.add_argument("--only", type=int, help="seed of the only run")
-    arguments = parser.parse_args()
-    seeds = (
-        iter([arguments.only]) if arguments.only is not None else itertools.count(arguments.seed)
-    )
-    turns, found, problems = Counter[str](), Counter[str](), list[str]()
-    for _ in command.trials(1 if arguments.only is not None else sys.maxsize, arguments.minutes):
-        seed = next(seeds)
-        faulthandler.dump_traceback_later(_LONGEST_S, exit=True)
-        with tempfile.TemporaryDirectory() as root:
-            outcome, scheduler = run(seed, Path(root))
-        faulthandler.cancel_dump_traceback_later()
-        turns += scheduler.turns
-        found += Counter(runs=1, saved=outcome.saved, choices=scheduler.choices)
-        problems += [f"run {seed}: {each}" for each in outcome.problems]
-        print(seed, outcome.kinds, scheduler.choices, *outcome.problems, flush=True)
-    return command.finish({**found, "points": len(turns), "turns": turns.total()}, problems)
-
-
-if __name__ == "__main__":
-    sys.exit(main())

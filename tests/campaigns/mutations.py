@@ -1,36 +1,45 @@
 """Plant faults in the package, one at a time, and tell which of them no test finds.
 
-    python -m tests.campaigns.mutations --count 40 --seed 0
-    python -m tests.campaigns.mutations --count 10 --only store
+    python -m tests.campaigns.mutations --count 40 --seed 0 --only store --outcomes before.jsonl
+    python -m tests.campaigns.mutations --again before.jsonl --outcomes after.jsonl
+    python -m tests.campaigns.mutations --count 0 --renew tests/store
 
 A fault is one small edit of one expression: a swapped comparison, a number that is one too large, a
 dropped ``+ 1``, ``and`` for ``or``, a condition that is negated, a call that is not made. The same
 seed plants the same faults in the same sources. Each is planted in a copy of the repository, where
-the tests that run by default look for it: those of its room first, then the others. A fault that
-makes them run too long counts as found. Some faults change nothing that a caller could see, so
-survivors are a list to read, and not a number to bring to zero.
+few of the quick tests look for it: those that execute its line, as a record of all of them tells
+(:mod:`tests.campaigns.executed`). The record is made where there is none, which takes three times
+as long as these tests; ``--renew`` makes it anew for tests that have changed. A fault that makes
+tests run too long counts as found. Some faults change nothing that a caller could see, so survivors
+are a list to read, and not a number to bring to zero.
+
+``--again`` plants the faults of earlier outcomes in the present sources, wherever their code is
+still there, and lists those that were found before and are not now.
 """
 
 from __future__ import annotations
 
+import argparse
 import ast
 import json
 import os
 import random
 import shutil
-import signal
-import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterator, Sequence
-from dataclasses import asdict, dataclass
+from collections import Counter
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
 from tests.campaigns import command
+from tests.campaigns.executed import PACKAGE, Record, file_of, recorded
+from tests.campaigns.forked import End, Server, server
 
 ROOT = Path(__file__).parents[2]
-PACKAGE = "adacheck_jax"
+RECORD = ROOT / ".pytest_cache/executed.json"
 NOT_MUTATED = ("cli",)
 """Rooms in which no fault is planted."""
 COPIED = ("adacheck_jax", "benchmarks", "docs", "examples", "tests")
@@ -46,6 +55,8 @@ COMPARISONS: dict[type[ast.cmpop], tuple[str, str]] = {
     ast.In: ("in", "not in"),
     ast.NotIn: ("not in", "in"),
 }
+FIRST = 3
+"""Files of tests that run before those of all others are imported."""
 SILENT = ("_log.", "logging.")
 """Beginnings of calls whose loss no caller sees."""
 
@@ -62,6 +73,9 @@ class Fault:
         stop: offset behind the last one.
         before: source text that is replaced.
         after: source text in its place.
+        at_import: True if it is outside of functions.
+        text: the line that the edit begins in.
+        nth: number of earlier places in the file at which text, kind, before and after are these.
     """
 
     file: str
@@ -71,12 +85,14 @@ class Fault:
     stop: int
     before: str
     after: str
+    at_import: bool
+    text: str
+    nth: int = 0
 
     @property
-    def room(self) -> str:
-        """The room of the source; empty for a module outside of all rooms."""
-        parts = Path(self.file).parts
-        return parts[1] if len(parts) > 2 else ""
+    def code(self) -> tuple[str, ...]:
+        """What tells the place from all others but for ``nth``, wherever its line has moved to."""
+        return self.file, self.text, self.kind, self.before, self.after
 
     def __str__(self) -> str:
         return f"{self.file}:{self.line}: {self.kind}: {self.before!r} -> {self.after!r}"
@@ -92,12 +108,14 @@ class Outcome:
 
     Attributes:
         fault: the fault.
-        found_by: its room, "others" or "timeout"; empty if it survived.
-        seconds: time that its tests took.
+        found_by: the test that failed, or another :attr:`End.by`; empty if it survived.
+        tests: number of tests that ran.
+        seconds: time that they took.
     """
 
     fault: Fault
     found_by: str
+    tests: int
     seconds: float
 
 
@@ -109,7 +127,8 @@ class _Finder(ast.NodeVisitor):
 
     def __init__(self, file: str, source: bytes) -> None:
         self.found: list[Fault] = []
-        self._file, self._source = file, source
+        self._times = Counter[tuple[str, ...]]()
+        self._file, self._source, self._functions = file, source, 0
         self._lines = [0]
         for line in source.splitlines(keepends=True):
             self._lines.append(self._lines[-1] + len(line))
@@ -123,7 +142,11 @@ class _Finder(ast.NodeVisitor):
     def _add(self, kind: str, start: int, stop: int, after: str) -> None:
         before = self._source[start:stop].decode()
         line = self._source.count(b"\n", 0, start) + 1
-        self.found.append(Fault(self._file, line, kind, start, stop, before, after))
+        text = self._source.splitlines()[line - 1].decode().strip()
+        at_import = not self._functions
+        fault = Fault(self._file, line, kind, start, stop, before, after, at_import, text)
+        self.found.append(replace(fault, nth=self._times[fault.code]))
+        self._times[fault.code] += 1
 
     def _replace_between(self, kind: str, left: ast.expr, right: ast.expr, pair: tuple[str, str]):
         """Replaces an operator that stands between two expressions."""
@@ -186,8 +209,12 @@ class _Finder(ast.NodeVisitor):
             self.visit(node.value)
 
     def visit_FunctionDef(self, node: ast.FunctionDef | ast.AsyncFunctionDef) -> None:
-        for each in [*node.args.defaults, *filter(None, node.args.kw_defaults), *node.body]:
+        for each in [*node.args.defaults, *filter(None, node.args.kw_defaults)]:
             self.visit(each)
+        self._functions += 1
+        for each in node.body:
+            self.visit(each)
+        self._functions -= 1
 
     visit_AsyncFunctionDef = visit_FunctionDef
 
@@ -233,7 +260,7 @@ def _is_python(source: bytes) -> bool:
 
 def copy_of(root: Path, directory: Path) -> Path:
     """A copy of what the tests need of a repository, in a directory."""
-    ignore = shutil.ignore_patterns("__pycache__", ".*")
+    ignore = shutil.ignore_patterns("*.pyc", ".*")  # what numba has compiled is taken along
     for name in COPIED:
         shutil.copytree(root / name, directory / name, ignore=ignore)
     for path in root.iterdir():
@@ -242,101 +269,150 @@ def copy_of(root: Path, directory: Path) -> Path:
     return directory
 
 
-def passes(repository: Path, arguments: Sequence[str], limit_s: float) -> bool:
-    """True if the tests of a copy pass.
+class Campaign:
+    """Plants faults in a copy of the repository.
 
-    Raises:
-        TimeoutError: they take longer than the limit.
+    Args:
+        repository: the copy.
+        server: runs tests in it.
+        record: the tests that may be run.
+        count: largest number of tests of one fault.
+        seconds: recorded time of all of them.
     """
-    command = [sys.executable, "-m", "pytest", "-x", "-q", "-p", "no:cacheprovider", *arguments]
-    cache = str(ROOT / ".pytest_cache" / "compiled")
-    environ = {
-        "JAX_COMPILATION_CACHE_DIR": cache,
-        **os.environ,
-        "PYTHONPATH": str(repository),
-        "PYTHONDONTWRITEBYTECODE": "1",  # an edit may leave the time and the size of a file
-    }
-    quiet = subprocess.DEVNULL
-    with subprocess.Popen(
-        command, cwd=repository, env=environ, stdout=quiet, stderr=quiet, start_new_session=True
-    ) as process:
-        try:
-            status = process.wait(max(limit_s, 0.0))
-        except subprocess.TimeoutExpired:
-            raise TimeoutError(f"the tests took longer than {limit_s:.0f} s") from None
-        finally:  # the workers of pytest, and what they started
-            if process.poll() is None:
-                os.killpg(process.pid, signal.SIGKILL)
-    if status not in (0, 1, 2, 5):  # 2: what a fault keeps from being imported; 5: no tests
-        raise RuntimeError(f"pytest ended with status {status}: {' '.join(command)}")
-    return status in (0, 5)
 
+    def __init__(
+        self, repository: Path, server: Server, record: Record, count: int, seconds: float
+    ) -> None:
+        self._repository, self._server, self._record = repository, server, record
+        self._count, self._seconds = count, seconds
+        self._trusted = set[str]()
+        self._planted = 0
 
-def plant(repository: Path, fault: Fault, workers: int, limit_s: float) -> Outcome:
-    """Plants a fault in a copy of the repository, runs the tests, and mends it again."""
-    path, begun = repository / fault.file, time.monotonic()
-    source = path.read_bytes()
-    path.write_bytes(fault.applied(source))
-    of_room = f"tests/{fault.room}"
-    parts = {fault.room: [of_room], "others": ["tests", f"--ignore={of_room}"]}
-    if not fault.room or not (repository / of_room).is_dir():
-        parts = {"others": ["tests"]}
-    found_by = ""
-    try:
-        for name, arguments in parts.items():
-            left_s = limit_s - (time.monotonic() - begun)
-            if not passes(repository, ["-n", str(workers), *arguments], left_s):
-                found_by = name
+    def plant(self, fault: Fault) -> Outcome:
+        """Plants a fault, runs tests, and mends it again."""
+        begun, ran, found_by = time.monotonic(), 0, ""
+        for tests in self._parts_of(fault):
+            with self._planted_in(fault) as compiles:
+                end = self._run(tests, compiles=compiles)
+            ran += end.ran
+            if end.by and (end.by == "import" or self._trusts(end, tests)):
+                found_by = end.by
                 break
-    except TimeoutError:
-        found_by = "timeout"
-    finally:
-        path.write_bytes(source)
-    return Outcome(fault, found_by, time.monotonic() - begun)
+        return Outcome(fault, found_by, ran, round(time.monotonic() - begun, 1))
+
+    def _parts_of(self, fault: Fault) -> Iterator[list[str]]:
+        """The tests of one fault: those of few files first, as most faults are found by these."""
+        place = fault.file, fault.line, fault.at_import
+        tests = self._record.chosen(*place, self._count, self._seconds)
+        first = [*dict.fromkeys(map(file_of, tests))][:FIRST]
+        for is_first in (True, False):
+            part = [test for test in tests if (file_of(test) in first) == is_first]
+            if part := [test for test in part if test in self._record.seconds]:
+                yield part
+
+    def _run(self, tests: Iterable[str], *, compiles: bool = False) -> End:
+        seconds = sum(self._record.seconds[test] for test in tests)
+        limit_s = 30 + 3 * seconds + 60 * compiles
+        return self._server.run([*tests], limit_s, compiles=compiles)
+
+    def _trusts(self, end: End, tests: Sequence[str]) -> bool:
+        """True if what found a fault finds nothing without it; otherwise it is run no more."""
+        suspects = {end.by} if end.by in tests else {*tests}
+        if suspects <= self._trusted or not self._run(suspects).by:
+            self._trusted |= suspects
+            return True
+        print("fails without a fault:", *suspects, file=sys.stderr, flush=True)
+        for test in suspects:
+            del self._record.seconds[test]
+        return False
+
+    @contextmanager
+    def _planted_in(self, fault: Fault) -> Iterator[bool]:
+        """Has a fault in the copy; true if numba compiles the source, or has others from there.
+
+        Python and numba keep what they have compiled by the second in which a file was written and
+        by its size, so each fault has a second of its own.
+        """
+        path = self._repository / fault.file
+        source, written = path.read_bytes(), int(path.stat().st_mtime)
+        self._planted += 1
+        own = written - self._planted
+        path.write_bytes(fault.applied(source))
+        os.utime(path, (own, own))
+        try:
+            yield b"numba" in source
+        finally:
+            path.write_bytes(source)
+            os.utime(path, (written, written))
 
 
-def campaign(
-    faults: Sequence[Fault], directory: Path, workers: int, limit_s: float
-) -> Iterator[Outcome]:
-    """Plants faults one after the other.
+def read(path: Path) -> list[Outcome]:
+    """The outcomes of an earlier run."""
+    every = map(json.loads, path.read_text().splitlines())
+    return [Outcome(**{**each, "fault": Fault(**each["fault"])}) for each in every]
 
-    Raises:
-        RuntimeError: the tests fail or take too long before any fault is planted.
-    """
-    repository = copy_of(ROOT, directory)
-    if not passes(repository, ["-n", str(workers)], limit_s):
-        raise RuntimeError("the tests fail without any fault")
-    for fault in faults:
-        yield plant(repository, fault, workers, limit_s)
+
+def again(earlier: Iterable[Outcome], found: Iterable[Fault]) -> dict[Fault, Outcome]:
+    """Present places of the faults of an earlier run; without those whose code is gone."""
+    places = {(each.code, each.nth): each for each in found}
+    keys = [((each.fault.code, each.fault.nth), each) for each in earlier]
+    return {places[key]: each for key, each in keys if key in places}
+
+
+def _record_of(arguments: argparse.Namespace, repository: Path) -> Record:
+    path, workers = arguments.record, arguments.workers
+    if not path.exists():
+        path.parent.mkdir(parents=True, exist_ok=True)
+        recorded(repository, [], workers).write(path)
+    elif arguments.renew:
+        new = recorded(repository, arguments.renew, workers)
+        Record.read(path, ROOT).renewed(new, arguments.renew).write(path)
+    return Record.read(path, ROOT)
 
 
 def main() -> None:
     """Reads the command line, plants faults, and prints the survivors."""
-    parser = command.parser(__doc__, count=40, seed=0, json=False)
-    parser.add_argument("--minutes", type=float, default=10, help="limit of each fault")
-    parser.add_argument("--only", nargs="*", default=(), metavar="ROOM", help="rooms to plant in")
-    parser.add_argument("--workers", type=int, default=2, help="processes of pytest (default 2)")
-    parser.add_argument("--list", action="store_true", help="print the faults, and plant none")
+    parser = command.parser(__doc__, count=40, seed=0)
+    add = parser.add_argument
+    add("--only", nargs="*", default=(), metavar="ROOM", help="rooms to plant in")
+    add("--tests", type=int, default=40, help="tests of one fault (default %(default)s)")
+    add("--seconds", type=float, default=15, help="of these tests (default %(default)s)")
+    add("--record", type=Path, default=RECORD, help="file of executed lines (default %(default)s)")
+    add("--renew", nargs="+", default=(), metavar="PATH", help="tests to record again")
+    add("--workers", type=int, default=2, help="processes that record (default %(default)s)")
+    add("--outcomes", type=Path, default=Path(os.devnull), help="file to add outcomes to")
+    add("--again", type=Path, help="outcomes of a run whose faults are planted again")
+    add("--list", action="store_true", help="print the faults, and plant none")
     arguments = parser.parse_args()
     every = places(ROOT, arguments.only)
-    faults = chosen(every, ROOT, arguments.count, arguments.seed)
+    earlier = read(arguments.again) if arguments.again else []
+    before = again(earlier, every)
+    faults = [*before] if earlier else chosen(every, ROOT, arguments.count, arguments.seed)
     if arguments.list:
         print(*faults, f"of {len(every)} places", sep="\n")
         return
-    outcomes = []
-    with tempfile.TemporaryDirectory() as directory:
-        limit_s = 60 * arguments.minutes
-        for each in campaign(faults, Path(directory), arguments.workers, limit_s):
-            outcomes.append(each)
-            end = f"found by {each.found_by}" if each.found_by else "SURVIVED"
-            print(f"{end} ({each.seconds:.0f} s): {each.fault}", file=sys.stderr, flush=True)
-    survivors = [each.fault for each in outcomes if not each.found_by]
-    if arguments.json:
-        found = {"places": len(every), "seed": arguments.seed}
-        print(json.dumps({**found, "outcomes": [asdict(each) for each in outcomes]}))
-    else:
-        print(f"{len(outcomes) - len(survivors)} of {len(outcomes)} faults were found; survivors:")
-        print(*survivors, sep="\n")
+    cache = str(ROOT / ".pytest_cache/compiled")  # and not the copy's
+    os.environ.setdefault("JAX_COMPILATION_CACHE_DIR", cache)
+    survivors, lost = list[Fault](), list[str]()
+    with tempfile.TemporaryDirectory() as directory, arguments.outcomes.open("a") as file:
+        repository = copy_of(ROOT, Path(directory))
+        record = _record_of(arguments, repository)
+        with server(repository) as runs:
+            campaign = Campaign(repository, runs, record, arguments.tests, arguments.seconds)
+            for fault in faults:
+                found = campaign.plant(fault)
+                print(json.dumps(asdict(found)), file=file, flush=True)
+                end = f"found by {found.found_by}" if found.found_by else "SURVIVED"
+                print(f"{end} ({found.seconds} s): {fault}", file=sys.stderr, flush=True)
+                if not found.found_by:
+                    survivors.append(fault)
+                    if fault in before and before[fault].found_by:
+                        lost.append(f"{fault} (by {before[fault].found_by})")
+    print(f"{len(faults) - len(survivors)} of {len(faults)} faults were found; survivors:")
+    print(*survivors, sep="\n")
+    if earlier:
+        print(f"{len(earlier) - len(before)} earlier faults have no place any more")
+        print("found before, and not now:", *lost, sep="\n")
 
 
 if __name__ == "__main__":

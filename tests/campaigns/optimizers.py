@@ -2,8 +2,8 @@
 
     python -m tests.campaigns.optimizers
 
-prints how the steps of each are kept if it runs inside the train step's program, and how they would
-be without recorded results of sums. Params are two matrices of 256 x 1,024 and two vectors.
+prints how the steps of each are kept if it runs inside the train step's program. Params are two
+matrices of 256 x 1,024 and two vectors.
 
 * sample: all leaves replayed, and checked by a sample of any state. * full: replayed, and compared
 in full, of a state of at most 64 MiB or with ``Shadow(on_devices=True)``. * some: the leaves that
@@ -19,7 +19,6 @@ import logging
 from collections.abc import Callable
 from types import ModuleType
 from typing import Any
-from unittest import mock
 
 import jax
 import jax.numpy as jnp
@@ -29,7 +28,6 @@ import adacheck_jax as adacheck
 from adacheck_jax.state.exported_update import ExportedUpdates
 from adacheck_jax.state.snapshot import Snapshots
 from adacheck_jax.update.binding import recorders_of
-from adacheck_jax.update.pinning import reductions
 
 RATE = 3e-3
 TAKE_VALUE = {
@@ -208,18 +206,13 @@ def kept(made: Callable[[], Any], *, takes_value: bool) -> tuple[str, str]:
 def main() -> None:
     """Print a line for each optimizer, and the shares."""
     logging.disable(logging.WARNING)
-    rows: dict[str, tuple[str, str, str]] = {}
+    rows = dict[str, str]()
     for name, made in (all_of()).items():
-        takes_value = name in TAKE_VALUE
-        after = kept(made, takes_value=takes_value)
-        with mock.patch.object(reductions, "chosen", return_value=()):
-            before = kept(made, takes_value=takes_value)
-        rows[name] = (before[0], *after)
-        print(f"{name}: {before[0]} -> {' '.join(after)}", flush=True)
+        rows[name], why = kept(made, takes_value=name in TAKE_VALUE)
+        print(f"{name}: {rows[name]} {why}", flush=True)
     for title, names in {"optax's own": [*found()], "composed": [*COMPOSED, *SUMMING]}.items():
-        for k, when in enumerate(("before", "after")):
-            counts = collections.Counter(rows[name][k] for name in names)
-            print(f"{title}, {when}: {len(names)}, {dict(counts)}")
+        counts = collections.Counter(rows[name] for name in names)
+        print(f"{title}: {len(names)}, {dict(counts)}")
 
 
 if __name__ == "__main__":

@@ -2,6 +2,7 @@
 
     nice python -m tests.campaigns.places --minutes 5
     python -m tests.campaigns.places --only 17
+    nice python -m tests.campaigns.places --scheduled --minutes 60
 
 Each run is drawn from its seed: a handler's options, and for each step what becomes of the state
 after its update: it goes to another mesh, another device, to numpy and back, into another memory of
@@ -15,13 +16,13 @@ them none: no such change is a fault.
 from __future__ import annotations
 
 import contextlib
+import faulthandler
 import functools
-import logging
 import os
 import random
-import re
 import sys
 import tempfile
+from collections import Counter
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -195,19 +196,6 @@ def _params(layers: int, dtype: Any) -> Any:
     return jax.tree.map(lambda x: x.astype(dtype), {**params, "scale": jnp.ones(())})
 
 
-class _GivenUp(logging.Handler):
-    """The recorded steps of which a warning says that they are not saved."""
-
-    def __init__(self) -> None:
-        super().__init__(logging.WARNING)
-        self.steps: list[int] = []
-
-    def emit(self, record: logging.LogRecord) -> None:
-        found = re.match(r"Recorded steps that are not saved: ([^;]*);", record.getMessage())
-        for first, last in re.findall(r"(\d+)(?: to (\d+))?", found[1] if found else ""):
-            self.steps += range(int(first), int(last or first) + 1)
-
-
 class _Run:
     """A run in work: the state on one device, which trains it, and places of what is saved."""
 
@@ -216,8 +204,7 @@ class _Run:
         self.plan, self.root = plan, root
         self.outcome, self.saved = Outcome(), dict[int, tuple[list[np.ndarray], Any]]()
         self.recorded, self.pending = list[int](), list[int]()
-        self._given_up = _GivenUp()
-        logging.getLogger("adacheck_jax").addHandler(self._given_up)
+        self._given_up = command.GivenUp().__enter__()
         self.holders: dict[int, int] = {}
         self._dtype, self._layers, self._more = jnp.float32, 1, False
         self._place: Callable[[Any], Any] = _on_device(0)
@@ -363,7 +350,7 @@ class _Run:
         self.outcome.kinds = "".join(kinds(self.root))
         self.handler = adacheck.AdaCheckHandler()
         self.manager = support.manager_of(self.root, self.handler)
-        logging.getLogger("adacheck_jax").removeHandler(self._given_up)
+        self._given_up.__exit__()
         told = set(self._given_up.steps)
         for number, (_, target) in self.saved.items():
             if (holder := self.holders.get(number)) is not None and number not in told:
@@ -389,20 +376,28 @@ def main() -> int:
     """Reads the command line, and prints what was found."""
     parser = command.parser(__doc__, seed=0, minutes=5.0)
     parser.add_argument("--only", type=int, help="seed of the only run")
+    parser.add_argument("--scheduled", action="store_true", help="draw which thread goes on")
     arguments = parser.parse_args()
+    from tests.campaigns import interleavings  # which makes runs of this module
+
     first, count = arguments.seed, sys.maxsize
     if arguments.only is not None:
         first, count = arguments.only, 1
-    runs, saved, problems = 0, 0, []
+    found, problems = Counter[str](), list[str]()
     for number in command.trials(count, arguments.minutes):
-        plan = Plan.drawn(first + number)
-        with tempfile.TemporaryDirectory() as root:
-            outcome = run(plan, Path(root))
-        runs, saved = runs + 1, saved + outcome.saved
-        problems += outcome.problems
         seed = first + number
-        print(seed, plan.options, plan.optimizer, outcome.kinds, *outcome.problems, flush=True)
-    return command.finish({"runs": runs, "saved and restored": saved}, problems)
+        with tempfile.TemporaryDirectory() as root:
+            if arguments.scheduled:
+                faulthandler.dump_traceback_later(interleavings.LONGEST_S, exit=True)
+                outcome, scheduler = interleavings.run(seed, Path(root))
+                faulthandler.cancel_dump_traceback_later()
+                found += Counter(choices=scheduler.choices, turns=scheduler.turns.total())
+            else:
+                outcome = run(Plan.drawn(seed), Path(root))
+        found += Counter(runs=1, saved=outcome.saved)
+        problems += [f"run {seed}: {each}" for each in outcome.problems]
+        print(seed, outcome.kinds, *outcome.problems, flush=True)
+    return command.finish({**found}, problems)
 
 
 if __name__ == "__main__":

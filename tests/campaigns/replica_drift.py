@@ -18,10 +18,6 @@ import json
 import logging
 import os
 import random
-import re
-import shutil
-import socket
-import subprocess
 import sys
 import tempfile
 from collections import Counter
@@ -44,6 +40,7 @@ from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
 import adacheck_jax as adacheck
 from tests.campaigns import command
+from tests.processes import launch
 from tests.support import SHADOWS
 
 STEPS = 10
@@ -256,26 +253,15 @@ def _flipped(array: jax.Array, device: Any) -> jax.Array:
     return jax.make_array_from_single_device_arrays(array.shape, array.sharding, buffers)
 
 
-class GivenUp(logging.Handler):
-    """Notes recorded steps that the library warns of, since it gives them up."""
-
-    def __init__(self) -> None:
-        super().__init__(logging.WARNING)
-        self.steps: set[int] = set()
-
-    def emit(self, record: logging.LogRecord) -> None:
-        if "Recorded steps that are not saved" in (text := record.getMessage()):
-            self.steps.update(map(int, re.findall(r"\d+", text.split(";")[0])))
-
-
 def run(plan: Plan, root: Path) -> dict[int, dict[str, Any]]:
     """Trains, saves and restores; what became of each step, as this process sees it."""
     training, held, found = Training(plan), dict[int, Any](), dict[int, dict[str, Any]]()
     handler = adacheck.AdaCheckHandler(training.recorder, **plan.options)
-    options = ocp.CheckpointManagerOptions()
     pending: list[int] = []
-    _log.addHandler(given_up := GivenUp())
-    with ocp.CheckpointManager(root, item_handlers=handler, options=options) as manager:
+    with (
+        command.GivenUp() as given_up,
+        ocp.CheckpointManager(root, item_handlers=handler) as manager,
+    ):
         holders: dict[int, int] = {}
         for step in range(STEPS):
             training.advance(step)
@@ -311,7 +297,6 @@ def run(plan: Plan, root: Path) -> dict[int, dict[str, Any]]:
                 "leads": sorted(leads),
                 "named": ids.index(named) if named else None,
             }
-    _log.removeHandler(given_up)
     return found
 
 
@@ -341,32 +326,12 @@ def judged(plan: Plan, parts: list[dict[int, dict[str, Any]]]) -> Outcome:
 
 
 def in_processes(seed: int, processes: int) -> Outcome:
-    """A run of several processes, each of which is started here."""
-    each, plan = 8 // processes // 2, draw(seed, 8 // 2)
-    with tempfile.TemporaryDirectory() as folder, socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
-        free.close()
-        common = [processes, port, Path(folder, "root"), Path(folder, "out"), each]
-        children = [
-            subprocess.Popen(
-                [sys.executable, "-m", "tests.campaigns.replica_drift", str(seed), str(n)]
-                + [*map(str, common)],
-                stdout=subprocess.PIPE,
-                stderr=subprocess.STDOUT,
-                text=True,
-            )
-            for n in range(processes)
-        ]
-        try:
-            outputs = [child.communicate(timeout=300)[0] for child in children]
-        finally:
-            for child in children:
-                child.kill()
-        for child, output in zip(children, outputs, strict=True):
-            if child.returncode:
-                raise RuntimeError(f"seed {seed}: a process ended with {output[-3000:]}")
-        parts = [json.loads(Path(f"{folder}/out-{n}.json").read_text()) for n in range(processes)]
+    """A run of several processes."""
+    plan = draw(seed, 8 // 2)
+    with tempfile.TemporaryDirectory() as folder:
+        out, worker = Path(folder, "out"), "tests.campaigns.replica_drift"
+        launch(str(seed), processes, Path(folder, "root"), out, 8 // processes // 2, worker)
+        parts = [json.loads(Path(f"{out}-{n}.json").read_text()) for n in range(processes)]
     return judged(plan, [{int(k): v for k, v in part.items()} for part in parts])
 
 
@@ -376,12 +341,9 @@ def outcomes(seeds: Iterator[int], processes: int) -> Iterator[Outcome]:
         if processes > 1:
             yield in_processes(seed, processes)
             continue
-        folder = Path(tempfile.mkdtemp())
-        try:
+        with tempfile.TemporaryDirectory() as folder:
             plan = draw(seed, 8)
-            yield judged(plan, [run(plan, folder)])
-        finally:
-            shutil.rmtree(folder)
+            yield judged(plan, [run(plan, Path(folder))])
 
 
 def main() -> None:

@@ -1,33 +1,219 @@
-"""One run of the campaign: trains, perturbs, saves; then restores every step that was saved."""
+"""One run: trains, perturbs, saves; then restores every step that was saved, bit by bit.
+
+Manifests are read as plain JSON, and what one of them lacks counts as absent, so that steps that
+other releases wrote can be counted by the same program.
+"""
 
 from __future__ import annotations
 
+import collections
 import dataclasses
+import json
 import logging
+import os
 import random
 import re
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import jax
 import numpy as np
 import orbax.checkpoint as ocp
 
 import adacheck_jax as adacheck
-from tests.campaigns import training_programs as programs
-from tests.campaigns.layouts import abstract_of, shardings_of
-from tests.campaigns.outcomes import Disk, Lost, Outcome, differing
-from tests.campaigns.perturbations import LAYOUTS, Event, Plan
+from adacheck_jax.state.exported_update import ExportedUpdates
+from tests.campaigns import programs
+from tests.campaigns.layouts import SHAPES, abstract_of, shardings_of
+from tests.campaigns.plans import LAYOUTS, Event, Plan
+from tests.support import SHADOWS
 
-_ELSEWHERE = ("data", "sharded", "sharded_42", "sharded_24", "sharded_22", "one")
+_ELSEWHERE = (*(name for name in SHAPES if not name.startswith(("data_", "explicit"))), "one")
 _SHOWN = 400
 """Characters of an error that are kept."""
+TRUTH = "truth.npz"
+"""File of the bits of all steps, beside the root."""
+
+
+class NotTrainable(Exception):
+    """A train step that optax or JAX refuses."""
 
 
 def short(error: BaseException) -> str:
     return f"{type(error).__name__}: {' '.join(str(error).split())[:_SHOWN]}"
+
+
+@dataclass
+class Outcome:
+    """What one run gave.
+
+    Attributes:
+        seed, kinds, devices, text: of its plan.
+        steps: that were trained and offered to be saved.
+        counts: of steps that were ``saved`` (reported, recorded ones included, and kept), of these
+            restored ``exact`` where they were saved, and ``other mesh``, ``exact there``,
+            ``rounded there`` elsewhere; how all lie on disk, as ``bases``, ``replayed``, ``idle``
+            (without an update) and ``bits``; ``whole leaves``, which the update computes and which
+            replayed deltas hold all the same, and ``found by checks`` of these; bytes.
+        found: problems, by kind: ``lost`` (reported as saved, and a restore raises), ``of a part``
+            (the error names the leaf of which a part was edited, and no other), ``lost there`` (on
+            another mesh), ``wrong`` (other bits), ``vanished`` (in no manifest), ``failed``
+            (any exception but this library's), ``refused`` (an error at a save or the next wait),
+            ``resumes failed``, ``refused and listed``, ``named a lost step``, ``nothing to fall
+            back to``.
+        dropped: recorded steps that went with a refused one.
+        left_out: why no update is replayed; empty otherwise.
+        share: largest difference of a leaf that is right to rounding only, as a share of the
+            tolerance that the handler told.
+        cpu_s: of the process.
+    """
+
+    seed: int
+    kinds: Sequence[str]
+    devices: int
+    text: str
+    steps: int = 0
+    counts: collections.Counter[str] = field(default_factory=collections.Counter)
+    found: dict[str, list[str]] = field(default_factory=lambda: collections.defaultdict(list))
+    dropped: list[int] = field(default_factory=list)
+    left_out: str = ""
+    share: float = 0.0
+    cpu_s: float = 0.0
+
+    @property
+    def line(self) -> str:
+        """The run in one line."""
+        parts = [f"{self.seed:>6} {self.devices}d"]
+        parts += [f"{name} {self.counts[name]}" for name in ("saved", "exact")]
+        parts += [f"{name.upper()} {len(each)}" for name, each in self.found.items()]
+        kinds = " ".join(f"{self.counts[k]} {k}" for k in ("bases", "replayed", "idle", "bits"))
+        return f"{' '.join(parts)} [{kinds}] {self.cpu_s:.1f}s {self.left_out} {self.text}"
+
+    @property
+    def json(self) -> dict[str, Any]:
+        """As it is written to a file."""
+        return vars(self) | {"found": {name: texts for name, texts in self.found.items() if texts}}
+
+
+class Disk:
+    """The manifests of all steps that a root ever held, also of those that are deleted since."""
+
+    def __init__(self, root: Path) -> None:
+        self.root = root
+        self.manifests: dict[int, dict[str, Any]] = {}
+        self.new_bytes: dict[int, int] = {}
+        self._inodes: set[int] = set()
+
+    def look(self) -> None:
+        """Reads the manifests that are new."""
+        for path in sorted(self.root.glob("*/default/adacheck/manifest.json")):
+            name = path.parents[2].name
+            if not name.isdecimal() or int(name) in self.manifests:
+                continue
+            try:
+                self.manifests[int(name)] = json.loads(path.read_text())
+                self.new_bytes[int(name)] = self._new_bytes(path.parents[2])
+            except FileNotFoundError:  # it was deleted meanwhile
+                continue
+
+    def _new_bytes(self, directory: Path) -> int:
+        total = 0
+        for folder, _, names in os.walk(directory):
+            for name in names:
+                status = os.stat(os.path.join(folder, name))
+                if status.st_ino not in self._inodes:
+                    self._inodes.add(status.st_ino)
+                    total += status.st_size
+        return total
+
+    def inside(self, step: int) -> list[int]:
+        """The steps that were recorded and lie in a saved one, and those that it builds on."""
+        found: list[int] = []
+        while (manifest := self.manifests.get(step)) is not None:
+            found += [each["step"] for each in manifest.get("recorded") or ()]
+            if manifest.get("kind") != "delta":
+                break
+            step = manifest["parent"]["step"]
+            found.append(step)
+        return found
+
+    def tell(self, outcome: Outcome, stored: frozenset[int]) -> None:
+        """Counts steps by how they lie on disk.
+
+        Args:
+            outcome: takes the counts.
+            stored: leaves that the update computes and deltas store by their class.
+        """
+        counts = outcome.counts
+        for step, manifest in sorted(self.manifests.items()):
+            if manifest.get("kind") == "base":
+                counts["bases"] += 1
+                counts["bytes"] += self.new_bytes.get(step, 0)
+                continue
+            counts["bytes"] += self.new_bytes.get(step, 0)
+            update = self._update_of(step)
+            if not update.get("programs"):
+                outcome.left_out = update.get("problem") or "no program"
+            passed = set(update.get("passed") or ())
+            computed = {*(update.get("params") or ()), *(update.get("inner") or ())} - passed
+            before = _counters(self.manifests.get(manifest["parent"]["step"], {}))
+            for delta in (*(manifest.get("recorded") or ()), manifest):
+                if delta.get("updates") or delta.get("has_update"):
+                    counts["replayed"] += 1
+                    held = computed & _held(delta)
+                    counts["whole leaves"] += len(held)
+                    counts["found by checks"] += len(held - stored)
+                else:
+                    is_idle = _counters(delta) == before and not _differences(delta)
+                    counts["idle" if is_idle else "bits"] += 1
+                before = _counters(delta)
+
+    def _update_of(self, step: int) -> dict[str, Any]:
+        manifest = self.manifests.get(step, {})
+        while manifest.get("kind") == "delta":
+            manifest = self.manifests.get(manifest["parent"]["step"], {})
+        return manifest.get("update") or {}
+
+
+def _counters(manifest: dict[str, Any]) -> Any:
+    """The update counters, as either format version has them."""
+    return manifest.get("counts", manifest.get("count"))
+
+
+def _letters(delta: dict[str, Any], position: int) -> set[str]:
+    return {pack["encodings"][position] for pack in delta.get("packs") or ()}
+
+
+def _held(delta: dict[str, Any]) -> set[int]:
+    stored = delta.get("stored") or ()
+    return {leaf for position, leaf in enumerate(stored) if _letters(delta, position) - {"="}}
+
+
+def _differences(delta: dict[str, Any]) -> bool:
+    stored = delta.get("stored") or ()
+    return any(_letters(delta, position) & {"x", "s"} for position in range(len(stored)))
+
+
+def differing(found: Sequence[np.ndarray], expected: Sequence[np.ndarray]) -> int:
+    """Leaves whose type, shape or bits differ."""
+    pairs = zip(found, expected, strict=True)
+    return sum(
+        (a.shape, a.dtype) != (b.shape, b.dtype) or a.tobytes() != b.tobytes() for a, b in pairs
+    )
+
+
+def relative(found: Sequence[np.ndarray], expected: Sequence[np.ndarray]) -> float:
+    """The largest difference of any leaf, relative to the largest absolute value in it."""
+    worst = 0.0
+    for a, b in zip(found, expected, strict=True):
+        if jax.numpy.issubdtype(b.dtype, jax.numpy.floating) and b.size:
+            x, y = a.astype(np.float64), b.astype(np.float64)
+            if largest := float(np.nanmax(np.abs(y), initial=0.0)):
+                worst = max(worst, float(np.nanmax(np.abs(x - y), initial=0.0)) / largest)
+    return worst
 
 
 class Side:
@@ -56,8 +242,8 @@ class Side:
 def _opened(
     plan: Plan, root: Path, recorder: Any, options: dict[str, Any]
 ) -> tuple[ocp.CheckpointManager, adacheck.AdaCheckHandler]:
-    if plan.accumulates or plan.averages:  # other trees have the params' shapes
-        options = {**options, "params_path": "params"}
+    if plan.accumulates or plan.averages or plan.lookahead:  # other trees have the params' shapes
+        options = {**options, "params_path": "params/fast" if plan.lookahead else "params"}
     delta: Any = plan.delta
     handler = adacheck.AdaCheckHandler(recorder, max_deltas=plan.max_deltas, delta=delta, **options)
     kept = ocp.CheckpointManagerOptions(
@@ -72,28 +258,27 @@ class Run:
     Args:
         plan: what it does.
         root: an empty directory for its checkpoints.
-        options: for the handlers.
         recording: for the recorder.
     """
 
-    def __init__(
-        self, plan: Plan, root: Path, options: dict[str, Any], recording: dict[str, Any]
-    ) -> None:
+    def __init__(self, plan: Plan, root: Path, recording: dict[str, Any]) -> None:
         self.plan = plan
         self.root = root
         self.recorder, self.tx, self.state = programs.initial_state(plan, recording)
         self.outcome = Outcome(plan.seed, plan.kinds, plan.devices, plan.text)
-        self.outcome.state_bytes = sum(leaf.nbytes for leaf in programs.host_copy(self.state))
+        self.outcome.counts["state bytes"] = sum(x.nbytes for x in programs.host_copy(self.state))
         self.disk = Disk(root)
         self.truth: dict[int, list[np.ndarray]] = {}
         self.reported: set[int] = set()
         self.unsaved: set[int] = set()  # a save, or the wait after it, raised
         self.step = programs.train_step_of(plan, self.tx, self.state)
         count = 2 if plan.turn else 1
+        options = {"shadow": SHADOWS[plan.check]}
         self.sides = [Side(plan, root, self.recorder, options) for _ in range(count)]
         self.side = self.sides[0]
         self.copies: list[Any] = []
         self.rng = random.Random(f"choices {plan.seed}")
+        self.edited_path, self.stored = "", frozenset[int]()
         self.batches = 0
 
     def go(self) -> Outcome:
@@ -112,7 +297,7 @@ class Run:
             self._save(number, last=number == self.plan.steps)
         self._end()
         self._restore_all()
-        self.disk.tell(self.outcome)
+        self.disk.tell(self.outcome, self.stored)
         self.outcome.cpu_s = time.process_time() - start
         return self.outcome
 
@@ -121,7 +306,13 @@ class Run:
             self.copies = [*self.copies[-3:], programs.device_copy(self.state)]
         self.batches += 1
         batch = programs.batch_of(self.plan, number, self.batches)
-        self.state, loss = self.step(self.state, batch, number <= self.plan.frozen_until)
+        types = [leaf.dtype for leaf in jax.tree.leaves(self.state)]
+        try:
+            self.state, loss = self.step(self.state, batch, number <= self.plan.frozen_until)
+        except Exception as error:
+            raise NotTrainable(short(error)) from error
+        if types != [leaf.dtype for leaf in jax.tree.leaves(self.state)]:
+            raise NotTrainable("training changes the data types of the state")
         if self.plan.ready:
             float(loss)
             jax.block_until_ready(self.state)
@@ -186,9 +377,9 @@ class Run:
 
     def _note(self, error: Exception, step: int, where: str) -> None:
         if isinstance(error, adacheck.AdaCheckError):
-            self.outcome.refused[step] = f"{where}: {short(error)}"
+            self.outcome.found["refused"].append(f"{where} of step {step}: {short(error)}")
         else:
-            self.outcome.failed.append(f"{where} of step {step}: {short(error)}")
+            self.outcome.found["failed"].append(f"{where} of step {step}: {short(error)}")
 
     def _happen(self, event: Event, number: int) -> None:
         known: dict[str, Callable[[Event, int], None]] = {
@@ -211,7 +402,7 @@ class Run:
             return
         leaf = programs.leaves_of(self.state)[path]
         if event.kind in ("edited element", "edited row"):
-            self.outcome.edited_path = path
+            self.edited_path = path
             count = 1 if event.kind == "edited element" else leaf.shape[-1]
             start = self.rng.randrange(leaf.size // count) * count
             self.state = programs.edited(
@@ -293,13 +484,13 @@ class Run:
             arguments = adacheck.RestoreArgs(target, skip_damaged=skip_damaged)
             state = side.manager.restore(step, args=arguments)
         except Exception as error:
-            self.outcome.resumes_failed.append(f"step {step}: {short(error)}")
+            self.outcome.found["resumes failed"].append(f"step {step}: {short(error)}")
             return
         told = side.handler.restored.step if side.handler.restored else step
         if told != step:
-            self.outcome.resumes_failed.append(f"step {step}: fell back to step {told}")
+            self.outcome.found["resumes failed"].append(f"step {step}: fell back to step {told}")
         if count := differing(programs.host_copy(state), self.truth[told]):
-            self.outcome.wrong.append(f"step {told} in the run: {count} leaves")
+            self.outcome.found["wrong"].append(f"step {told} in the run: {count} leaves")
         self.state = state
 
     def _end(self) -> None:
@@ -316,52 +507,59 @@ class Run:
         handler = adacheck.AdaCheckHandler(self.recorder if plan.knows else None)
         with ocp.CheckpointManager(self.root, item_handlers=handler) as manager:
             listed = sorted(manager.all_steps())
-            outcome.listed_though_refused = sorted(self.unsaved & set(listed))
+            self._note_all("refused and listed", sorted(self.unsaved & set(listed)))
             wanted = self._wanted(listed)
-            outcome.saved = len(wanted)
+            outcome.counts["saved"] = len(wanted)
             for step, holder in wanted.items():
                 if self._try(manager, handler, step, holder, plan.layout):
-                    outcome.exact += 1
-                    if plan.elsewhere:
-                        self._try_elsewhere(manager, handler, step, holder)
+                    outcome.counts["exact"] += 1
+                    for each in plan.elsewhere:
+                        others = [name for name in _ELSEWHERE if name != plan.layout]
+                        layout = self.rng.choice(others) if each == "*" else each
+                        outcome.counts["other mesh"] += 1
+                        is_exact = self._try(manager, handler, step, holder, layout)
+                        outcome.counts["exact there"] += is_exact
             if listed:
                 self._ask_tools(manager, handler, listed)
 
+    def _note_all(self, kind: str, steps: Sequence[int]) -> None:
+        if steps:
+            self.outcome.found[kind] += [f"step {step}" for step in steps]
+
     def _wanted(self, listed: list[int]) -> dict[int, int]:
         """The steps that must restore, each with the step that it is asked from."""
-        outcome = self.outcome
         wanted = {step: step for step in listed if step not in self.unsaved}
         for holder in listed:
             for step in self.disk.inside(holder):
                 if step not in self.unsaved:
                     wanted.setdefault(step, holder)
-        anywhere = {s for m in self.disk.manifests for s in (m, *self.disk.inside(m))}
-        outcome.vanished = sorted(self.reported - anywhere)
+        there = {s for m in self.disk.manifests for s in (m, *self.disk.inside(m))}
         if self.plan.max_to_keep is None:
-            outcome.vanished = sorted(self.reported - set(wanted))
+            there = set(wanted)
+        self._note_all("vanished", sorted(self.reported - there))
         return dict(sorted(wanted.items()))
 
     def _try(self, manager: Any, handler: Any, step: int, holder: int, layout: str) -> bool:
-        outcome = self.outcome
+        found = self.outcome.found
         target = abstract_of(self.state, layout)
-        inside = None if step == holder else step
         here = layout == self.plan.layout
         try:
-            arguments = adacheck.RestoreArgs(target, step=inside)
+            arguments = adacheck.RestoreArgs(target, step=None if step == holder else step)
             state = manager.restore(holder, args=arguments)
         except Exception as error:
             message = short(error)
-            edited = self._named(message) == {outcome.edited_path}
-            lost = Lost(step, holder, layout, message, edited)
-            (outcome.lost if here else outcome.lost_elsewhere).append(lost)
+            found["lost" if here else "lost there"].append(f"step {step}, {layout}: {message}")
+            if here and self._named(message) == {self.edited_path}:
+                found["of a part"].append(f"step {step}")
             return False
-        count = differing(programs.host_copy(state), self.truth[step])
-        if count and handler.restored.rounded:  # it said so
-            outcome.elsewhere_rounded += not here
-            if here:
-                outcome.wrong.append(f"step {step}, {layout}: {count} leaves, to rounding")
+        copies = programs.host_copy(state)
+        count = differing(copies, self.truth[step])
+        if count and handler.restored.rounded and not here:  # it said so
+            self.outcome.counts["rounded there"] += 1
+            share = relative(copies, self.truth[step]) / handler.restored.tolerance
+            self.outcome.share = max(self.outcome.share, share)
         elif count:
-            outcome.wrong.append(f"step {step}, {layout}: {count} leaves")
+            found["wrong"].append(f"step {step}, {layout}: {count} leaves")
         return not count
 
     def _named(self, message: str) -> set[str]:
@@ -372,44 +570,92 @@ class Run:
 
     def _ask_tools(self, manager: Any, handler: Any, listed: list[int]) -> None:
         """The newest step that can be restored, as two ways of asking tell it."""
-        outcome = self.outcome
-        lost = {each.step for each in outcome.lost}
+        found = self.outcome.found
+        lost = {int(each.split(",")[0].split()[1]) for each in found.get("lost", ())}
         try:
-            outcome.named = adacheck.latest_restorable(self.root)
-            outcome.named_lost = outcome.named in lost
+            if (named := adacheck.latest_restorable(self.root)) in lost:
+                found["named a lost step"].append(f"step {named}")
         except Exception as error:
-            outcome.failed.append(f"latest_restorable: {short(error)}")
-        target = abstract_of(self.state, self.plan.layout)
+            found["failed"].append(f"latest_restorable: {short(error)}")
+        args = adacheck.RestoreArgs(abstract_of(self.state, self.plan.layout), skip_damaged=True)
         try:
-            state = manager.restore(
-                listed[-1], args=adacheck.RestoreArgs(target, skip_damaged=True)
-            )
+            state = manager.restore(listed[-1], args=args)
         except Exception as error:
-            outcome.fallback = short(error)
+            found["nothing to fall back to"].append(short(error))
             return
         told = handler.restored.step
-        outcome.fallback = str(told)
         if differing(programs.host_copy(state), self.truth[told]):
-            outcome.wrong.append(f"step {told}, by fallback")
+            found["wrong"].append(f"step {told}, by fallback")
 
-    def _try_elsewhere(self, manager: Any, handler: Any, step: int, holder: int) -> None:
-        if self.plan.devices == 1:
-            return
-        others = [each for each in _ELSEWHERE if each != self.plan.layout]
-        self.outcome.elsewhere += 1
-        layout = self.rng.choice(others)
-        self.outcome.elsewhere_exact += self._try(manager, handler, step, holder, layout)
+    def keep(self, folder: Path) -> None:
+        """Leaves the bits of all steps beside the root, for :func:`restored_from`."""
+        arrays = {
+            f"{step}.{n}": np.frombuffer(leaf.tobytes(), np.uint8)
+            for step, leaves in self.truth.items()
+            for n, leaf in enumerate(leaves)
+        }
+        np.savez(folder / TRUTH, allow_pickle=False, **arrays)
+        plan = dataclasses.replace(self.plan, events=())
+        (folder / "plan.json").write_text(json.dumps(asdict(plan)))
 
 
-def run(plan: Plan, root: Path, options: dict[str, Any], recording: dict[str, Any]) -> Outcome:
+def restored_from(folder: Path, layouts: Sequence[str]) -> dict[str, str]:
+    """Restores the steps of a run that another process made, and compares their bits.
+
+    Args:
+        folder: with the root ``root``, and what :meth:`Run.keep` wrote.
+        layouts: where they are restored.
+
+    Returns:
+        For each layout nothing if all is exact, else what is not.
+    """
+    plan = Plan(**json.loads((folder / "plan.json").read_text()))
+    _, _, state = programs.initial_state(dataclasses.replace(plan, layout="one"), {})
+    handler, told = adacheck.AdaCheckHandler(), dict[str, str]()
+    with (
+        np.load(folder / TRUTH) as truth,
+        ocp.CheckpointManager(folder / "root", item_handlers=handler) as manager,
+    ):
+        for layout in layouts:
+            said = collections.Counter[str]()
+            for step in manager.all_steps():
+                args = adacheck.RestoreArgs(abstract_of(state, layout))
+                try:
+                    copies = programs.host_copy(manager.restore(step, args=args))
+                except Exception as error:
+                    said[short(error)] += 1
+                    continue
+                words = [np.frombuffer(leaf.tobytes(), np.uint8) for leaf in copies]
+                expected = [truth[f"{step}.{n}"] for n in range(len(words))]
+                if count := differing(words, expected):
+                    assert handler.restored is not None
+                    as_told = "rounded, as told" if handler.restored.rounded else "DIFFER"
+                    said[f"{as_told}: {count} leaves"] += 1
+            told[layout] = "; ".join(f"{count} steps: {what}" for what, count in said.items())
+    return told
+
+
+def run(plan: Plan, root: Path, recording: dict[str, Any], keep: Path | None = None) -> Outcome:
     """Does one run; an exception of the training itself is part of what it gives."""
     logging.getLogger("adacheck_jax").setLevel(logging.ERROR)
     logging.getLogger("absl").setLevel(logging.ERROR)
-    outcome = Outcome(plan.seed, plan.kinds, plan.devices, plan.text)
+    outcome, classified = Outcome(plan.seed, plan.kinds, plan.devices, plan.text), []
+    of = ExportedUpdates.of
+
+    def noted(programs: Any, structure: Any) -> Any:
+        classified.append(of(programs, structure))
+        started.stored |= classified[-1].unreplayed  # by their classes, whatever a check would find
+        return classified[-1]
+
     try:
-        started = Run(plan, root, options, recording)
-        outcome = started.outcome
-        return started.go()
+        with mock.patch.object(ExportedUpdates, "of", noted):
+            started = Run(plan, root, recording)
+            outcome = started.outcome
+            started.go()
+            if keep is not None:
+                started.keep(keep)
+    except NotTrainable as error:
+        outcome.left_out = f"not trainable: {error}"
     except Exception as error:
-        outcome.failed.append(f"the run itself: {short(error)}")
-        return outcome
+        outcome.found["failed"].append(f"the run itself: {short(error)}")
+    return outcome

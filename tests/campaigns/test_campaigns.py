@@ -1,4 +1,4 @@
-"""Campaigns of perturbed runs and of recomputed updates: small ones, and all with -m campaign."""
+"""Campaigns of training runs: small ones, and all with -m campaign."""
 
 import json
 
@@ -11,43 +11,35 @@ from tests.campaigns import (
     growth,
     history,
     interleavings,
-    matrix,
-    perturbations,
-    replays,
+    mutations,
+    plans,
     replica_drift,
-    training,
+    rows,
 )
-from tests.campaigns.outcomes import differing
+from tests.campaigns.executed import Record
+from tests.campaigns.runs import differing
 
 SEEDS = ((24,), (33,), (36,))
 """Of runs on one device: one is resumed, one has its update apart, one averages its params."""
 
 
-def test_a_seed_tells_the_whole_run():
-    assert perturbations.draw(17, 8) == perturbations.draw(17, 8) != perturbations.draw(18, 8)
+@pytest.mark.parametrize("family", plans.FAMILIES)
+def test_a_seed_tells_the_whole_run(family):
+    drawn = [plans.plan_of(family, seed, 8) for seed in (17, 17, 18)]
+    assert drawn[0] == drawn[1] != drawn[2]
+    assert plans.Plan(**{**vars(drawn[0])}) == drawn[0]
 
 
 def test_every_kind_of_perturbation_is_certain_to_come():
-    plans = [perturbations.draw(seed) for seed in range(len(perturbations.KINDS))]
-    assert [plan.kinds[0] for plan in plans] == [*perturbations.KINDS]
+    drawn = [plans.draw(seed) for seed in range(len(plans.KINDS))]
+    assert [plan.kinds[0] for plan in drawn] == [*plans.KINDS]
 
 
 def test_bits_are_compared_and_not_values():
     zeros = [np.array([0.0, 1.0], np.float32), np.array([-0.0, 1.0], np.float32)]
     assert differing(zeros[:1], zeros[1:]) == 1
-    assert replays.different_elements(*zeros) == 1
     nan = np.array([np.nan], np.float32)
-    assert replays.different_elements(nan, nan.copy()) == 0
-
-
-def test_a_case_is_read_as_it_was_written(tmp_path):
-    arrays = [np.arange(3, dtype=np.float32), np.array(5, np.int32)]
-    update = replays.Update(arrays, [], arrays[:1], [], arrays, [])
-    replays.Case(b"program", ["a", "b"], [update, update]).write(tmp_path / "case")
-    case = replays.read(tmp_path / "case")
-    assert (case.program, case.names, len(case.updates)) == (b"program", ["a", "b"], 2)
-    found = case.updates[1].params
-    assert [(x.dtype, x.tolist()) for x in found] == [(x.dtype, x.tolist()) for x in arrays]
+    assert differing([nan], [nan.copy()]) == 0
 
 
 def test_a_campaign_ends_by_its_count_or_its_time(capsys):
@@ -67,16 +59,72 @@ def test_problems_are_told_and_keep_the_directory(tmp_path, capsys, problems):
     assert told.err == "".join(f"FAILED: {each}\n" for each in problems)
 
 
+ADDING = """\
+LIMIT = 3
+def added(x):
+    if x < LIMIT:
+        return x + 1
+    return 2
+"""
+
+
+def _planted_in(root, source):
+    """Places of faults in a package with one module, and the path of the module."""
+    path = root / "adacheck_jax/store/adding.py"
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(source)
+    return mutations.places(root), str(path.relative_to(root))
+
+
+def test_faults_are_planted_again_where_their_lines_are_now(tmp_path):
+    before, _ = _planted_in(tmp_path, ADDING)
+    assert [(x.line, x.at_import) for x in before][:2] == [(1, True), (3, False)]
+    changed = "import os\n" + ADDING.replace("x < LIMIT", "LIMIT > x")
+    after, _ = _planted_in(tmp_path, changed)
+    earlier = [mutations.Outcome(each, "a test", 1, 0.5) for each in before]
+    found = mutations.again(earlier, after)
+    assert [(x.fault.line, y.line) for y, x in found.items()] == [(1, 2), (4, 5), (4, 5), (5, 6)]
+    for new, old in found.items():
+        expected = old.fault.applied(ADDING.encode()).replace(b"x < LIMIT", b"LIMIT > x")
+        assert new.applied(changed.encode()) == b"import os\n" + expected
+
+
+def test_tests_that_execute_a_line_look_for_its_fault_and_those_of_its_room_first(tmp_path):
+    _, file = _planted_in(tmp_path, ADDING)
+    a, b, long = "tests/store/test_a.py::test_a", "tests/save/b.py::test_b", "tests/save/c.py::c"
+    seconds = {f"{a}[0]": 0.1, f"{a}[1]": 0.2, b: 0.05, long: 9.0}
+    lines = {1: [], 2: [], 3: [*seconds], 4: [f"{a}[1]", b], 5: [f"{a}[0]"]}
+    Record(seconds, {file: ADDING}, {file: lines}).write(tmp_path / "record")
+    _planted_in(tmp_path, "import os\n" + ADDING)
+    record = Record.read(tmp_path / "record", tmp_path)
+    assert record.chosen(file, 5, False, 2, 10.0) == [b, f"{a}[1]"]
+    assert record.chosen(file, 6, False, 1, 10.0) == [f"{a}[0]"]
+    assert {*record.chosen(file, 4, False, 9, 5.0)} == {*seconds} - {long}
+    assert {*record.chosen(file, 2, True, 9, 20.0)} == {*seconds}
+    new = Record({f"{a}[2]": 1.0}, record.sources, {file: {5: [f"{a}[2]"]}})
+    assert {*record.renewed(new, ["tests/store"]).chosen(file, 5, False, 9, 5.0)} == {b, f"{a}[2]"}
+
+
 @pytest.mark.first(0, slow=1)
 @pytest.mark.parametrize("seeds", SEEDS)
 def test_every_saved_step_of_a_few_runs_is_restored(seeds):
-    found = list(training.campaign(seeds, devices=1, options=[]))
+    found = [*rows.campaign(seeds, devices=1, options=[])]
     assert [each["seed"] for each in found] == [*seeds]
-    sums = training.totals(found)
+    assert not [text for each in found for text in rows.problems(each, "matrix")]
+    sums = rows.totals(found)
     steps = sum(each["steps"] - len(each["dropped"]) for each in found)  # resumed before they were
     assert sums["saved"] == sums["exact"] == steps
-    none = ("lost", "wrong", "vanished", "refused", "failed")
-    assert {each: sums[each] for each in none} == dict.fromkeys(none, 0)
+
+
+@pytest.mark.first(0, slow=1)
+@pytest.mark.parametrize(("family", "seed"), [("matrix", 50203), ("exactness", 0), ("summing", 3)])
+def test_the_steps_of_a_row_are_restored_on_all_meshes(family, seed):
+    (found,) = rows.campaign([seed], devices=8, options=["--family", family])
+    assert not rows.problems(found, family), found
+    counts = found["counts"]
+    assert counts["saved"] == counts["exact"] == found["steps"]
+    assert counts["replayed"] == found["steps"] - 1
+    assert counts["other mesh"] == counts["exact there"] + counts.get("rounded there", 0) > 0
 
 
 @pytest.mark.slow
@@ -101,26 +149,26 @@ def test_a_move_that_is_not_in_the_table_is_noted():
 
 @pytest.mark.campaign
 @pytest.mark.timeout(4 * 3600)
-@pytest.mark.parametrize("check", ["sample", "full"])
-def test_no_step_of_a_perturbed_run_is_lost(check):
-    runs = training.campaign(range(216), devices=None, options=[f"--check={check}"])
-    sums = training.totals([*runs])
-    assert sums["lost"] == (sums["of a part"] if check == "sample" else 0)
-    none = ("lost there", "wrong", "vanished", "failed", "runs refused twice")
-    assert {each: sums[each] for each in none} == dict.fromkeys(none, 0)
-
-
-@pytest.mark.campaign
-@pytest.mark.timeout(4 * 3600)
-def test_no_element_of_a_recomputed_update_differs():
-    rows = [*matrix.rows_of(range(300), [], None)]
-    assert not [matrix.line_of(row) for row in rows if row["class"] in ("differs", "crash")]
+@pytest.mark.parametrize(
+    ("family", "count", "options"),
+    [
+        ("training", 216, ["--check=sample"]),
+        ("training", 216, ["--check=full"]),
+        ("matrix", 300, []),
+        ("exactness", len(plans.table()), []),
+    ],
+)
+def test_no_step_of_a_row_is_lost(family, count, options):
+    devices = None if family == "training" else 8
+    options = ["--family", family, *options]
+    found = [*rows.campaign(range(count), devices=devices, options=options)]
+    assert not [text for each in found for text in rows.problems(each, family)]
 
 
 @pytest.mark.slow
 def test_single_flipped_bits_are_named_by_step_leaf_and_element():
-    found = history.campaign(steps=30, mb=0.2, faults=2, clean=1, seed=0)
-    assert [each.is_right for each in found] == [True] * 3
+    found = [*history.campaign(steps=30, mb=0.2, faults=2, clean=1, seed=0)]
+    assert [each.is_right for each in found] == [True] * 3, found
     assert all(max(each.restored_counts) <= 7 for each in found)
 
 

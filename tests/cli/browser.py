@@ -96,19 +96,9 @@ class Page:
             raise RuntimeError(str(found["exceptionDetails"]))
         return found["result"].get("value")
 
-    async def press(self, key: str) -> None:
-        """Presses a key, by its name in JavaScript."""
-        text = {"text": key} if len(key) == 1 else {}
-        for kind in ("keyDown", "keyUp"):
-            await self.call("Input.dispatchKeyEvent", type=kind, key=key, **text)
-
-    async def picture(self, path: Path, *, is_whole: bool = False) -> None:
-        """Writes a PNG of the window, or of the whole page."""
-        clip: dict[str, Any] = {}
-        if is_whole:
-            size = (await self.call("Page.getLayoutMetrics"))["cssContentSize"]
-            clip = {"captureBeyondViewport": True, "clip": {**size, "scale": 1}}
-        found = await self.call("Page.captureScreenshot", format="png", **clip)
+    async def picture(self, path: Path) -> None:
+        """Writes a PNG of the window."""
+        found = await self.call("Page.captureScreenshot", format="png")
         path.write_bytes(base64.b64decode(found["data"]))
 
 

@@ -6,31 +6,27 @@ import contextlib
 import http.server
 import os
 import socket
-import subprocess
-import sys
 import threading
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 
 from adacheck_jax.store.storage import kvstore
 from adacheck_jax.store.storage.location import Location
+from tests import processes
 
 CREDENTIALS = ("GOOGLE_", "AWS_", "TENSORSTORE_")
 
 
-def listed(url: str, tmp_path, **variables: str) -> subprocess.CompletedProcess[str]:
-    """The end of ``adacheck ls URL`` in a process without credentials."""
+def listed(url: str, tmp_path: Path, **variables: str) -> str:
+    """What ``adacheck ls URL`` says at its end in a process without credentials."""
     environment = {k: v for k, v in os.environ.items() if not k.startswith(CREDENTIALS)}
     environment |= {"HOME": str(tmp_path), "AWS_EC2_METADATA_DISABLED": "true", **variables}
-    return subprocess.run(
-        [sys.executable, "-m", "adacheck_jax.cli.main", "ls", url],
-        env=environment,
-        capture_output=True,
-        text=True,
-        timeout=200,  # tensorstore's own patience is longer
-        check=False,
-    )
+    child = processes.forked("adacheck_jax.cli.main", "ls", url, environment=environment)
+    said = child.ended(200)  # tensorstore's own patience is longer
+    assert child.returncode == 2, said
+    return said[said.index("adacheck: ") :]
 
 
 @contextlib.contextmanager
@@ -74,22 +70,15 @@ STORES = pytest.mark.parametrize(
 
 @pytest.mark.slow
 @STORES
-def test_a_store_that_refuses_connections_is_told_soon(url, variable, remedy, tmp_path):
+def test_a_store_that_refuses_is_told_soon_and_so_are_missing_credentials(
+    url, variable, remedy, tmp_path, refusing
+):
     with silent(listens=False) as endpoint:
-        done = listed(url, tmp_path, **{variable: endpoint, "AWS_REGION": "us-east-1"})
-    assert done.returncode == 2
-    told = done.stderr[done.stderr.index("adacheck: ") :]
+        told = listed(url, tmp_path, **{variable: endpoint, "AWS_REGION": "us-east-1"})
     assert told.startswith(f"adacheck: {url}: expected an object store that answers, found: ")
     assert "Could not connect to server" in told
     assert remedy in told
-
-
-@STORES
-@pytest.mark.slow
-def test_missing_credentials_are_told(url, variable, remedy, tmp_path, refusing):
-    done = listed(url, tmp_path, **{variable: refusing, "AWS_REGION": "us-east-1"})
-    assert done.returncode == 2
-    told = done.stderr[done.stderr.index("adacheck: ") :]
+    told = listed(url, tmp_path, **{variable: refusing, "AWS_REGION": "us-east-1"})
     assert "found: PERMISSION_DENIED" in told
     assert remedy in told
 

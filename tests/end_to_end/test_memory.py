@@ -15,7 +15,7 @@ from adacheck_jax.memory.files.step_file import kind_at
 from benchmarks.common import free_port
 from tests.processes import forked, outputs
 
-WORKER = "tests.campaigns.hosts_worker"
+WORKER = "tests.campaigns.life"
 
 
 def run(

@@ -2,12 +2,9 @@
 
 from __future__ import annotations
 
-import contextlib
 import errno
 import os
-import resource
 import shutil
-import signal
 import subprocess
 import tempfile
 import threading
@@ -22,19 +19,6 @@ from adacheck_jax.format import manifest
 from adacheck_jax.store.steps import lookup, manifest_file
 from tests import support
 from tests.support import abstract, assert_same_bits, host_copy, manager_of, mesh_of, save_steps
-
-
-@contextlib.contextmanager
-def files_of_at_most(count):
-    """No file may grow beyond that many bytes: what a quota or a full disk does to a write."""
-    before = resource.getrlimit(resource.RLIMIT_FSIZE)
-    ignored = signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
-    resource.setrlimit(resource.RLIMIT_FSIZE, (count, before[1]))
-    try:
-        yield
-    finally:
-        resource.setrlimit(resource.RLIMIT_FSIZE, before)
-        signal.signal(signal.SIGXFSZ, ignored)
 
 
 @pytest.fixture
@@ -94,31 +78,6 @@ def assert_unharmed(root, run, saved):
         assert list(manager.all_steps()) == sorted(saved)
     for step, expected in saved.items():
         assert_same_bits(restored(root, step, run), expected)
-
-
-@pytest.mark.slow
-@pytest.mark.first(1)
-@pytest.mark.parametrize("max_deltas", [0, 20])
-def test_writes_that_fail_at_many_points(tmp_path, max_deltas):
-    run = support.dict_run(mesh_of((2, 2)))
-    handler = adacheck.AdaCheckHandler(run.recorder, max_deltas=max_deltas)
-    failed = 0
-    with manager_of(tmp_path, handler) as manager:
-        saved = save_steps(manager, run, 2)
-        for count in (900, 3_000, 9_000, 40_000):  # Orbax's own notes fit
-            with files_of_at_most(count):
-                errors = attempt(manager, run)
-            assert len(errors) <= 1
-            before = run.count
-            committed = (tmp_path / str(before)).exists()
-            if committed:
-                saved[before] = host_copy(run.state)
-            failed += not committed
-            saved |= recover(manager, run, tmp_path)
-            assert committed or is_base(tmp_path, before + 1)
-            assert is_base(tmp_path, before + 2) == (not max_deltas)
-    assert failed >= 3
-    assert_unharmed(tmp_path, run, saved)
 
 
 def test_a_full_disk(small_disk):
@@ -182,30 +141,19 @@ def test_a_root_that_vanishes_while_a_save_is_in_flight(tmp_path, monkeypatch, t
     assert_unharmed(root, run, saved)
 
 
-@pytest.mark.first(1)
-@pytest.mark.parametrize(
-    "number",
-    [
-        errno.EIO,
-        *(
-            pytest.param(each, marks=pytest.mark.campaign)
-            for each in (errno.EDQUOT, errno.ENOTCONN)
-        ),
-    ],
-)
-def test_an_error_of_the_disk_is_raised_once(tmp_path, monkeypatch, number):
+def test_an_error_of_the_disk_is_raised_once(tmp_path, monkeypatch):
     run = support.dict_run(mesh_of((2, 2)))
     with manager_of(tmp_path, adacheck.AdaCheckHandler(run.recorder)) as manager:
         saved = save_steps(manager, run, 2)
         with monkeypatch.context() as patch:
 
             def broken(*_args, **_kwargs):
-                raise OSError(number, os.strerror(number))
+                raise OSError(errno.EIO, "Input/output error")
 
             patch.setattr("adacheck_jax.store.storage.posix.os.fsync", broken)
             errors = attempt(manager, run)
         assert [type(error) for error in errors] == [StorageError]
-        assert errors[0].__cause__.errno == number
+        assert errors[0].__cause__.errno == errno.EIO
         assert str(tmp_path / "3" / "default") in str(errors[0])
         saved |= save_steps(manager, run, 2)
     assert_unharmed(tmp_path, run, saved)

@@ -635,9 +635,8 @@ def served(gcs):
     RetentionInStore.url = gcs.url
 
 
-# The same examples each time; `python -m tests.campaigns.retention` tries others.
+# The same examples each time; `python -m tests.campaigns.machine --profile any-order` tries others.
 FEW = sizes(5, derandomize=True)
-MANY = sizes(settings().max_examples)
 
 
 @pytest.mark.slow
@@ -654,22 +653,6 @@ class TestRetentionInStore(RetentionInStore.TestCase):
 @pytest.mark.slow
 class TestRetentionOfReferences(RetentionOfReferences.TestCase):
     settings = FEW
-
-
-@pytest.mark.campaign
-@pytest.mark.usefixtures("served")
-class TestRetentionInStoreAtLength(RetentionInStore.TestCase):
-    settings = MANY
-
-
-@pytest.mark.campaign
-class TestRetentionAtLength(Retention.TestCase):
-    settings = MANY
-
-
-@pytest.mark.campaign
-class TestRetentionOfReferencesAtLength(RetentionOfReferences.TestCase):
-    settings = MANY
 
 
 def test_nothing_builds_on_a_step_that_waits_to_be_deleted(tmp_path, monkeypatch):

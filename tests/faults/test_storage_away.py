@@ -5,10 +5,7 @@ from __future__ import annotations
 import asyncio
 import errno
 import itertools
-import json
 import random
-import subprocess
-import sys
 import threading
 from collections.abc import Callable
 from typing import Any
@@ -549,14 +546,3 @@ def test_whatever_happens_no_step_is_lost(seed, tmp_path, monkeypatch):
         each.come_back()
     loop.manager.close()
     loop.held()
-
-
-@pytest.mark.first(0, slow=1)
-@pytest.mark.parametrize("kind", ["disk hangs", "disk refuses"])
-def test_the_campaign_of_outages_finds_no_harm(kind, capfd):
-    command = [sys.executable, "-m", "tests.campaigns.outages", "--count", "1", "--seconds", "1"]
-    kinds = ["--kinds", kind, "--json"]
-    assert subprocess.run([*command, *kinds], check=False).returncode == 0
-    found = json.loads(capfd.readouterr().out)
-    if "not_tried" not in found:
-        assert [each["harmed"] + each["errors"] for each in found["trials"]] == [[]]

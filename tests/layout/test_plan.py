@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 from adacheck_jax import layout
 from adacheck_jax.errors import FormatError, MismatchError
 from adacheck_jax.layout.operations import Kind
-from adacheck_jax.layout.plan import Params, find_trees, params_of, plan
+from adacheck_jax.layout.plan import Params, params_of, plan
 from adacheck_jax.layout.rules import Pattern
 
 PATHS = ("block_0/w", "block_1/w", "head")
@@ -24,24 +24,20 @@ def params(paths=PATHS):
 
 
 def test_a_rule_is_applied_to_the_params_and_to_all_that_is_kept_for_them():
-    found = plan(layout.scan_layers("block_{i}", "blocks"), state(), params())
-    assert found.trees == ("params", "opt/mu", "opt/nu")
+    leaves = state() | {"ema/head": Kind((2, 3), "float32")}  # a masked tree has some of them
+    found = plan([layout.rename("head", "tail")], leaves, params())
+    assert {*found.trees} == {"params", "opt/mu", "opt/nu", "ema"}
+    assert "ema/tail" in found.after
+    rules = [
+        *layout.scan_layers("block_{i}", "blocks"),
+        layout.cast("head", "bfloat16", trees=["params"]),
+    ]
+    found = plan(rules, state(), params())
     for place in found.trees:
         assert found.after[f"{place}/blocks/w"] == Kind((2, 2, 3), "float32")
-    assert found.untouched == ["params/head", "opt/mu/head", "opt/nu/head", "opt/count"]
-
-
-def test_a_rule_may_be_for_the_params_alone():
-    found = plan([layout.cast("head", "bfloat16", trees=["params"])], state(), params())
     assert found.after["params/head"].dtype == "bfloat16"
     assert found.after["opt/mu/head"].dtype == "float32"
-
-
-def test_a_masked_tree_has_some_of_the_leaves():
-    leaves = state() | {"ema/block_0/w": Kind((2, 3), "float32")}
-    assert "ema" in find_trees(leaves, params()[0])
-    found = plan([layout.rename("block_0/w", "first")], leaves, params())
-    assert "ema/first" in found.after
+    assert found.untouched == ["opt/mu/head", "opt/nu/head", "opt/count"]
 
 
 def test_a_tree_with_other_leaves_is_none_of_the_params():
@@ -79,52 +75,60 @@ def test_what_is_not_wanted_is_not_taken():
     assert len(found.steps) == 1
 
 
-@pytest.mark.parametrize(
-    ("rules", "told"),
-    [
-        ([layout.rename("had", "x")], "found none. The leaves of params are: block_0/w"),
-        ([layout.rename("block_0/w", "head")], "exist already: opt/mu/head"),
-        ([layout.split("head", ["x", "x"], sizes=[1, 2])], "expected one leaf params/x, found two"),
-        ([layout.stack("block_{i}/{n}", "{n}", axis=5)], r"rule 1 .*axis of 3, found axis 5"),
-        ([layout.stack("{i}", "x")], "expected a number in head, found 'head'"),
-        ([layout.fuse(["block_{i}/w", "block_{i}/b"], "x_{i}")], "expected a leaf block_0/b"),
-        ([layout.strip("head", 5)], "at most 2"),
-        ([layout.rename("head", "block_0")], "params/block_0 and params/block_0/"),
-        ([layout.rename("block_0/w", "head/w")], "no leaf below another one"),
-        ([layout.fuse(["head", "head"], "x")], "each leaf once, found one twice among params/head"),
-        ([layout.cast("head", "int8", trees=["opt"])], "trees among params, opt/mu"),
-    ],
-    ids=lambda each: str(each)[:40],
-)
+DO_NOT_FIT = [
+    ([layout.rename("had", "x")], "found none. The leaves of params are: block_0/w"),
+    ([layout.rename("block_0/w", "head")], "exist already: opt/mu/head"),
+    ([layout.split("head", ["x", "x"], sizes=[1, 2])], "expected one leaf params/x, found two"),
+    ([layout.stack("block_{i}/{n}", "{n}", axis=5)], r"rule 1 .*axis of 3, found axis 5"),
+    ([layout.stack("{i}", "x")], "expected a number in head, found 'head'"),
+    ([layout.fuse(["block_{i}/w", "block_{i}/b"], "x_{i}")], "expected a leaf block_0/b"),
+    ([layout.strip("head", 5)], "at most 2"),
+    ([layout.rename("head", "block_0")], "params/block_0 and params/block_0/"),
+    ([layout.rename("block_0/w", "head/w")], "no leaf below another one"),
+    ([layout.fuse(["head", "head"], "x")], "each leaf once, found one twice among params/head"),
+    ([layout.cast("head", "int8", trees=["opt"])], "trees among params, opt/mu"),
+]
+
+
+@pytest.mark.parametrize(("rules", "told"), DO_NOT_FIT, ids=lambda each: str(each)[:40])
 def test_a_rule_that_does_not_fit_is_told(rules, told):
     with pytest.raises(MismatchError, match=told):
         plan(rules, state(), params())
 
 
-def test_a_tree_that_has_fewer_layers_than_the_params_is_told():
-    leaves = state()
-    del leaves["opt/mu/block_1/w"]  # as an optimizer with a mask has it
-    with pytest.raises(MismatchError, match=r"2 leaves in opt/mu, as in the params, found 1"):
-        plan(layout.scan_layers("block_{i}", "blocks"), leaves, params())
+TWO = {"params/a": Kind((6, 4), "int8"), "params/b": Kind((4,), "int8")}
+GAP = ("block_0/w", "block_2/w")
+SCANNED = layout.scan_layers("block_{i}", "blocks")
 
 
-def test_a_tree_of_other_shapes_is_told():
-    leaves = state() | {"opt/mu/head": Kind((2,), "float32")}
-    with pytest.raises(MismatchError, match=r"opt/mu/head: .*trees="):
-        plan([layout.transpose("head", [1, 0])], leaves, params())
-
-
-def test_fused_leaves_of_other_shapes_are_told_whole():
-    leaves = {"params/a": Kind((6, 4), "int8"), "params/b": Kind((4,), "int8")}
-    for axis in (0, 1, -1):
-        with pytest.raises(MismatchError, match=r"found int8\[6, 4\] and int8\[4\]"):
-            plan([layout.fuse(["a", "b"], "c", axis=axis)], leaves, params(("a", "b")))
-
-
-def test_a_missing_layer_is_told():
-    paths = ("block_0/w", "block_2/w")
-    with pytest.raises(MismatchError, match="expected a leaf block_1/w beside block_0/w"):
-        plan(layout.scan_layers("block_{i}", "blocks"), state(paths), params(paths))
+@pytest.mark.parametrize(
+    ("rules", "leaves", "paths", "told"),
+    [
+        *(  # as an optimizer with a mask has it
+            (SCANNED, {k: x for k, x in state().items() if k != "opt/mu/block_1/w"}, PATHS, each)
+            for each in [r"2 leaves in opt/mu, as in the params, found 1"]
+        ),
+        (
+            [layout.transpose("head", [1, 0])],
+            state() | {"opt/mu/head": Kind((2,), "float32")},
+            PATHS,
+            r"opt/mu/head: .*trees=",
+        ),
+        *(
+            (
+                [layout.fuse(["a", "b"], "c", axis=axis)],
+                TWO,
+                ("a", "b"),
+                r"int8\[6, 4\] and int8\[4\]",
+            )
+            for axis in (0, 1, -1)
+        ),
+        (SCANNED, state(GAP), GAP, "expected a leaf block_1/w beside block_0/w"),
+    ],
+)
+def test_leaves_that_do_not_fit_a_rule_are_told(rules, leaves, paths, told):
+    with pytest.raises(MismatchError, match=told):
+        plan(rules, leaves, params(paths))
 
 
 def test_typed_keys_are_only_renamed():
@@ -134,13 +138,10 @@ def test_typed_keys_are_only_renamed():
         plan([layout.pad("key", 3)], leaves, params(("key",)))
 
 
-@pytest.mark.parametrize("text", ["", "a/{", "{}", "{a b}", "{A}"])
-def test_a_pattern_without_a_name_is_refused(text):
-    with pytest.raises(ValueError, match="braces enclose names"):
-        Pattern(text)
-
-
-def test_names_have_to_be_known_on_both_sides():
+def test_patterns_without_names_are_refused():
+    for text in ("", "a/{", "{}", "{a b}", "{A}"):
+        with pytest.raises(ValueError, match="braces enclose names"):
+            Pattern(text)
     with pytest.raises(ValueError, match=r"expected the names \{i\} in 'x', found none"):
         layout.rename("block_{i}", "x")
 

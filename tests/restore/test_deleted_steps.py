@@ -141,35 +141,26 @@ EACH_WAY = pytest.mark.parametrize(
 
 @pytest.mark.first(2)
 @EACH_WAY
-def test_a_deletion_at_any_call_is_told(layout, doomed, order, stride, tmp_path, request):
-    root, run, saved = request.getfixturevalue(layout)
-    told = 0
-    for copy, deleted in deletions(root, tmp_path, run, doomed, order, stride):
-        try:
-            with deleted:
-                state, step = restore(copy, run)
-        except StepDeletedError:
-            told += 1
-        else:
-            assert step == STEPS
-            support.assert_same_bits(state, saved[STEPS])
-    assert told > 5
-
-
-@pytest.mark.first(2)
-@EACH_WAY
-def test_fallback_takes_another_whenever_a_step_goes(
+def test_a_deletion_at_any_call_is_told_and_another_step_is_taken_if_asked(
     layout, doomed, order, stride, tmp_path, request
 ):
     root, run, saved = request.getfixturevalue(layout)
-    found = set()
-    for copy, deleted in deletions(root, tmp_path, run, doomed, order, stride):
-        with deleted:
-            state, step = restore(copy, run, skip_damaged=True)
-        support.assert_same_bits(state, saved[step])
-        found.add(step)
-    assert STEPS - len(doomed) in found
-    assert found <= {STEPS, STEPS - len(doomed)}
+    told, found = 0, set()
+    for skips in (False, True):
+        (top := tmp_path / f"{skips}").mkdir()
+        for copy, deleted in deletions(root, top, run, doomed, order, stride):
+            try:
+                with deleted:
+                    state, step = restore(copy, run, skip_damaged=skips)
+            except StepDeletedError:
+                assert not skips
+                told += 1
+                continue
+            support.assert_same_bits(state, saved[step])
+            found.add(step)
+            assert skips or step == STEPS
+    assert told > 5
+    assert found == {STEPS, STEPS - len(doomed)}
 
 
 def v0_manager(root):

@@ -165,19 +165,29 @@ def chunks_of(chunk_bytes, block_bytes=8, **changes):
 
 @chunks_of(32)
 @given(step=steps(), data=st.data())
-def test_any_box_is_brought_from_the_old_bits_to_the_new_ones(step, data, tmp_path_factory):
+def test_any_box_is_brought_to_the_new_bits_and_read_if_it_is_stored_by_itself(
+    step, data, tmp_path_factory
+):
     reader = step.write(tmp_path_factory.mktemp("step"))
     assert reader.delta.stored == step.stored
     for index, leaf in enumerate(step.leaves):
-        for _ in range(3):
-            box = data.draw(boxes_in(leaf.shape))
-            order = data.draw(st.sampled_from("CF"))
-            block = np.array(step.old[index][box.slices], order=order)
+        letters = {
+            step.encodings[owner][step.stored.index(index)] if index in step.stored else ""
+            for owner in leaf.owners
+        }
+        is_whole = index in step.stored and letters.issubset(BY_ITSELF)
+        assert reader.stores_whole(index) == is_whole
+        for box in [*(data.draw(boxes_in(leaf.shape)) for _ in range(3)), Box.full(leaf.shape)]:
+            block = np.array(step.old[index][box.slices], order=data.draw(st.sampled_from("CF")))
             reader.patch(index, box, block)
             assert block.tobytes() == step.new[index][box.slices].tobytes(), (leaf, box)
-        whole = step.old[index].copy()
-        reader.patch(index, Box.full(leaf.shape), whole)
-        assert whole.tobytes() == step.new[index].tobytes(), leaf
+            if is_whole:
+                found = reader.read(index, box)
+                assert (found.dtype, found.shape) == (jnp.dtype(leaf.dtype), box.shape)
+                assert found.tobytes() == block.tobytes()
+        if index in step.stored and not is_whole:
+            with pytest.raises(IntegrityError, match=rf"{leaf.path}.*stored by itself"):
+                reader.read(index, Box.full(leaf.shape))
 
 
 @st.composite
@@ -221,28 +231,6 @@ def test_deltas_in_boxes_of_their_own_are_read_one_after_another(first, data, tm
         for reader, step in zip(readers, (first, second, third), strict=True):
             reader.patch(index, box, block)
             assert block.tobytes() == step.new[index][box.slices].tobytes()
-
-
-@chunks_of(32)
-@given(step=steps(), data=st.data())
-def test_a_leaf_that_is_stored_by_itself_is_read_without_the_old_bits(step, data, tmp_path_factory):
-    reader = step.write(tmp_path_factory.mktemp("step"))
-    for index, leaf in enumerate(step.leaves):
-        if index not in step.stored:
-            assert not reader.stores_whole(index)
-            continue
-        position = step.stored.index(index)
-        letters = {step.encodings[owner][position] for owner in leaf.owners}
-        assert reader.stores_whole(index) == letters.issubset(BY_ITSELF)
-        if not reader.stores_whole(index):
-            with pytest.raises(IntegrityError, match=rf"{leaf.path}.*stored by itself"):
-                reader.read(index, Box.full(leaf.shape))
-        else:
-            box = data.draw(boxes_in(leaf.shape))
-            found = reader.read(index, box)
-            assert found.dtype == jnp.dtype(leaf.dtype)
-            assert found.shape == box.shape
-            assert found.tobytes() == step.new[index][box.slices].tobytes()
 
 
 @pytest.mark.covering(1)
@@ -341,65 +329,28 @@ def test_parts_that_are_called_equal_and_cannot_be_are_an_error(aliases, tmp_pat
         step.reader(tmp_path, packs=(dataclasses.replace(pack, aliases=((1, 0),)),))
 
 
-@given(letters=st.lists(st.sampled_from("repxs="), min_size=1, max_size=3), data=st.data())
-def test_deltas_follow_one_another(letters, data, tmp_path_factory):
-    leaf = leaf_of(((0, 3, 5), (0, 4)), (0, 0), "bfloat16")
-    box = data.draw(boxes_in(leaf.shape))
-    steps = [step_of([leaf], [0], [letter], seed) for seed, letter in enumerate(letters)]
-    block = steps[0].old[0][box.slices].copy()
-    for before, step in itertools.pairwise(steps):
-        step.old = before.new
-        if step.encodings == ["="]:
-            step.new = step.old
-    for step in steps:
-        step.write(tmp_path_factory.mktemp("step")).patch(0, box, block)
-        assert block.tobytes() == step.new[0][box.slices].tobytes()
-
-
-@pytest.mark.parametrize("encoding", [Encoding.XOR, Encoding.SUBTRACT])
+@pytest.mark.parametrize("encoding", [each for each in STORING if each is not Encoding.CODED])
 @pytest.mark.parametrize("dtype", ["bfloat16", "float32", "complex64"])
-def test_rows_that_did_not_change_take_no_room_in_a_large_leaf(encoding, dtype, tmp_path):
+def test_rows_of_zeros_or_that_did_not_change_take_no_room(encoding, dtype, tmp_path):
     leaf = leaf_of(((0, 512, 1024), (0, 1024)), (0, 0), dtype)
     step = step_of([leaf], [0], [str(encoding)])
-    step.new[0][...] = step.old[0]
+    step.new[0][...] = step.old[0] if encoding.is_difference else 0
     step.new[0][100:103, 7:] = any_bits(np.random.default_rng(1), (3, 1017), dtype)
     reader = step.write(tmp_path)
     (pack,) = step.manifest.packs
-    assert (pack.raw_bytes, pack.compressed_bytes) == (0, step.new[0].nbytes)
-    assert pack.compressed_zeros
-    check_sparse(step, reader, tmp_path)
-
-
-@pytest.mark.parametrize("encoding", [each for each in BY_ITSELF if each is not Encoding.CODED])
-def test_rows_of_zeros_take_no_room_in_a_large_leaf(encoding, tmp_path):
-    leaf = leaf_of(((0, 512, 1024), (0, 1024)), (0, 0), "float32")
-    step = step_of([leaf], [0], [str(encoding)])
-    step.new[0][...] = 0
-    step.new[0][100:103, 7:] = any_bits(np.random.default_rng(1), (3, 1017), "float32")
-    reader = step.write(tmp_path)
-    (pack,) = step.manifest.packs
-    assert bool(pack.raw_zeros) == (encoding is not Encoding.PLANES)
-    assert bool(pack.compressed_zeros) == (encoding is not Encoding.RAW)
-    check_sparse(step, reader, tmp_path)
-
-
-def check_sparse(step, reader, directory):
-    assert sum(p.stat().st_size for p in directory.rglob("*") if p.is_file()) < 20 * 3 * 1024
+    size, planes = step.new[0].nbytes, leaf.word_bytes
+    compressed = {Encoding.RAW: 0, Encoding.EXPONENTS: size // planes}.get(encoding, size)
+    assert (pack.raw_bytes, pack.compressed_bytes) == (size - compressed, compressed)
+    assert (bool(pack.raw_zeros), bool(pack.compressed_zeros)) == (
+        compressed < size,
+        compressed > 0,
+    )
+    stored = sum(p.stat().st_size for p in tmp_path.rglob("*") if p.is_file())
+    assert stored < 20 * 3 * 1024 * leaf.itemsize_bytes / 4 + 4096
     for box in [Box((90, 5), (110, 1000)), Box((600, 0), (601, 1)), Box((500, 3), (530, 9))]:
         block = step.old[0][box.slices].copy()
         reader.patch(0, box, block)
         assert block.tobytes() == step.new[0][box.slices].tobytes()
-
-
-def test_of_exponents_only_the_highest_plane_is_compressed(tmp_path):
-    leaf = leaf_of(((0, 100_000),), (0,), "float32")
-    step = step_of([leaf], [0], [str(Encoding.EXPONENTS)])
-    step.new[0][...] = np.random.default_rng(0).normal(size=100_000)
-    step.write(tmp_path)
-    (pack,) = step.manifest.packs
-    assert (pack.raw_bytes, pack.compressed_bytes) == (300_000, 100_000)
-    stored = sum(p.stat().st_size for p in tmp_path.rglob("*") if p.is_file())
-    assert 300_000 < stored < 350_000
 
 
 @chunks_of(256, is_compressed=False)  # a row each, to be found among the stored bytes
@@ -422,33 +373,30 @@ def test_only_the_rows_that_are_needed_are_read_and_their_damage_names_the_leaf(
             reader.patch(0, box, step.old[0][box.slices].copy())
 
 
-def test_bytes_that_are_no_code_are_an_error_that_names_the_leaf(tmp_path, monkeypatch):
-    other = codes.Code(np.full(5, 9, np.uint8), np.zeros(0, np.uint8))
-    monkeypatch.setattr(codes, "encode", lambda block: other)
-    leaf = leaf_of(((0, 4),), (0,))
-    reader = step_of([leaf], [0], ["c"]).write(tmp_path)
-    message = r"expected a code of params/kernel.*unknown kind 9.*Restore another step"
-    for read in (lambda: reader.read(0, Box((1,), (3,))), reader.check):
-        with pytest.raises(IntegrityError, match=message):
-            read()
-
-
-def test_a_code_is_decoded_once_for_all_boxes_that_are_read_together(tmp_path, monkeypatch):
+def test_a_code_is_decoded_once_and_other_bytes_are_an_error(tmp_path, monkeypatch):
     leaf = leaf_of(((0, 64), (0, 8)), (0,), "bfloat16")
     step = step_of([leaf], [0], ["c"])
-    reader = step.write(tmp_path)
+    reader = step.write(tmp_path / "0")
     decode, sizes = codes.decode, []
 
     def counted(stream, block):
         sizes.append(block.size)
         decode(stream, block)
 
-    monkeypatch.setattr(codes, "decode", counted)
     boxes = [Box((start, 0), (start + 8, 8)) for start in range(0, 64, 8)]
-    found = reader.read_many([(0, box) for box in boxes])
+    with monkeypatch.context() as patch:
+        patch.setattr(codes, "decode", counted)
+        found = reader.read_many([(0, box) for box in boxes])
     assert sizes == [512]
     for box, block in zip(boxes, found, strict=True):
         assert block.tobytes() == step.new[0][box.slices].tobytes()
+    other = codes.Code(np.full(5, 9, np.uint8), np.zeros(0, np.uint8))
+    monkeypatch.setattr(codes, "encode", lambda block: other)
+    reader = step.write(tmp_path / "1")
+    message = r"expected a code of params/kernel.*unknown kind 9.*Restore another step"
+    for read in (lambda: reader.read(0, boxes[0]), reader.check):
+        with pytest.raises(IntegrityError, match=message):
+            read()
 
 
 def damage(directory, content):
@@ -486,30 +434,21 @@ def test_a_lost_pack_is_an_error_only_where_it_is_needed(simple, process, tmp_pa
         reader.patch(0, own, simple.old[0][own.slices].copy())
 
 
-@pytest.mark.parametrize("process", [0, 1])
-@pytest.mark.parametrize("field", ["raw_bytes", "compressed_bytes"])
-@pytest.mark.parametrize("more_bytes", [-1, 1])
-def test_a_pack_of_another_size_than_planned_is_an_error(
-    simple, process, field, more_bytes, tmp_path
-):
-    packs = list(simple.manifest.packs)
-    size_bytes = getattr(packs[process], field) + more_bytes
-    packs[process] = dataclasses.replace(packs[process], **{field: size_bytes})
-    with pytest.raises(IntegrityError, match="expected packs of"):
-        simple.reader(tmp_path, packs=tuple(packs))
-
-
-def test_a_pack_whose_encodings_are_of_other_sizes_is_an_error(simple, tmp_path):
-    first, second = simple.manifest.packs
-    for encodings in ("rr", "xx", "x=", "=r", "=="):
-        packs = (dataclasses.replace(first, encodings=encodings), second)
+def test_packs_other_than_planned_are_an_error(simple, tmp_path):
+    first, second = packs = simple.manifest.packs
+    wrong = [
+        {"packs": (*packs[:n], dataclasses.replace(packs[n], **{field: size}), *packs[n + 1 :])}
+        for n, field in itertools.product((0, 1), ("raw_bytes", "compressed_bytes"))
+        for size in (getattr(packs[n], field) - 1, getattr(packs[n], field) + 1)
+    ]
+    wrong += [
+        {"packs": (dataclasses.replace(first, encodings=each), second)}
+        for each in ("rr", "xx", "x=", "=r", "==")
+    ]
+    for changes in wrong:
         with pytest.raises(IntegrityError, match="expected packs of"):
-            simple.reader(tmp_path, packs=packs)
-
-
-def test_a_delta_of_other_processes_or_leaves_is_an_error(simple, tmp_path):
-    packs = simple.manifest.packs
-    for changes in ({"packs": packs[:1]}, {"packs": (*packs, packs[1])}):
+            simple.reader(tmp_path, **changes)
+    for changes in ({"packs": packs[:1]}, {"packs": (*packs, second)}):
         with pytest.raises(IntegrityError, match="expected packs of 2 processes, as the step"):
             simple.reader(tmp_path, **changes)
     with pytest.raises(IntegrityError, match="packs of 2 leaves, found leaves up to 2"):

@@ -48,14 +48,14 @@ def lines(draw, length, most):
 
 
 @given(shared_parts())
-def test_every_part_is_read_once_by_a_holder(parts):
+def test_every_part_is_read_once_by_a_holder_and_bytes_are_shared_out_evenly(parts):
     exchanges = shared_reads.plan(parts)
     assert [each.holders for each in exchanges] == sorted({part.holders for part in parts})
     read = [piece.part for each in exchanges for piece in each.pieces]
     assert len(read) == len(parts)
     assert {*read} == {*parts}
     for each in exchanges:
-        rows = {}
+        rows, loads = {}, [0] * len(each.holders)
         for piece in each.pieces:
             stop = piece.start + piece.part.nbytes
             assert piece.part.holders == each.holders
@@ -63,16 +63,9 @@ def test_every_part_is_read_once_by_a_holder(parts):
             assert piece.start % 64 == 0
             assert stop <= each.row_bytes
             rows.setdefault(piece.reader, []).append((piece.start, stop))
+            loads[piece.reader] += piece.part.nbytes
         for spans in rows.values():
             assert all(a[1] <= b[0] for a, b in itertools.pairwise(sorted(spans)))
-
-
-@given(shared_parts())
-def test_the_bytes_are_shared_out_evenly(parts):
-    for each in shared_reads.plan(parts):
-        loads = [0] * len(each.holders)
-        for piece in each.pieces:
-            loads[piece.reader] += piece.part.nbytes
         largest = max(piece.part.nbytes for piece in each.pieces)
         assert max(loads) <= sum(loads) / len(loads) + largest
 

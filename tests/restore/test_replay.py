@@ -25,12 +25,28 @@ from tests import support
 from tests.campaigns import growth
 
 
+@pytest.fixture(scope="module")
+def made(tmp_path_factory):
+    """Roots by the most deltas of a lineage: 20 for six steps of one, 1 for four of two bases."""
+    top, found = tmp_path_factory.mktemp("made"), {}
+    for most, steps in ((20, 6), (1, 4)):
+        run = support.dict_run(support.mesh_of((2, 2)))
+        handler = adacheck.AdaCheckHandler(run.recorder, max_deltas=most)
+        with support.manager_of(top / f"{most}", handler) as manager:
+            found[most] = (top / f"{most}", run, support.save_steps(manager, run, steps))
+    return found
+
+
 @pytest.fixture
-def saved(tmp_path):
-    run = support.dict_run(support.mesh_of((2, 2)))
-    with support.manager_of(tmp_path, adacheck.AdaCheckHandler(run.recorder)) as manager:
-        states = support.save_steps(manager, run, 6)
-    return tmp_path, run, states
+def saved(made, tmp_path):
+    root, run, states = made[20]
+    return support.copied(root, tmp_path / "run"), run, states
+
+
+@pytest.fixture
+def two_bases(made, tmp_path):
+    root, _, states = made[1]
+    return support.copied(root, tmp_path / "run"), states
 
 
 def restore(root, run, step):
@@ -49,26 +65,28 @@ def test_a_restore_leaves_no_objects_behind(saved):
         manager.restore(6, args=args)
         settle()  # the next one finds all programs compiled
         restore = functools.partial(manager.restore, 6, args=args)
-        found = [growth.measure("restore", restore, 10, settle) for _ in range(3)]
+        found = [growth.measure("restore", restore, 4, settle) for _ in range(2)]
         support.assert_same_bits(manager.restore(6, args=args), states[6])
     # What tests before this one left at work makes objects once; a leak does each time.
     assert min(each.objects for each in found) < 1
 
 
-def test_the_update_is_compiled_once_however_many_deltas(saved, monkeypatch):
+def test_the_update_is_compiled_once_and_a_replay_logged_in_one_line(saved, monkeypatch, caplog):
     root, run, states = saved
     monkeypatch.setattr(compiled_update, "_kept", Kept(4))
+    caplog.set_level(logging.INFO, logger="adacheck_jax.restore")
     with support.compiled_programs() as compiled:
-        support.assert_same_bits(restore(root, run, 6), states[6])
+        for step in (6, 3):
+            support.assert_same_bits(restore(root, run, step), states[step])
     assert compiled.count("jit(run)") == 1
-
-
-def test_a_later_restore_uses_the_compiled_program_of_an_earlier_one(saved):
-    root, run, states = saved
-    restore(root, run, 3)
-    with support.compiled_programs() as compiled:
-        support.assert_same_bits(restore(root, run, 6), states[6])
-    assert "jit(run)" not in compiled
+    said = [each.message for each in caplog.records if "Replaying" in each.message]
+    assert said == [
+        f"Replaying {n - 1} updates onto the base of step 1, for step {n}." for n in (6, 3)
+    ]
+    elsewhere = support.abstract(run.state, support.mesh_of((1, 1)))  # is compiled anew
+    with support.manager_of(root, adacheck.AdaCheckHandler()) as manager:
+        restored = manager.restore(6, args=adacheck.RestoreArgs(elsewhere))
+    support.assert_same_bits(restored, states[6])
 
 
 def test_a_damaged_program_is_refused_where_a_compiled_one_is_kept(saved):
@@ -127,15 +145,6 @@ def test_a_damaged_record_is_named_although_its_checksum_is_not_read(saved, step
     support.assert_same_bits(restore(root, run, 6), states[6])
 
 
-def test_other_shapes_and_shardings_are_compiled_anew(saved):
-    root, run, states = saved
-    support.assert_same_bits(restore(root, run, 6), states[6])
-    elsewhere = support.abstract(run.state, support.mesh_of((1, 1)))
-    with support.manager_of(root, adacheck.AdaCheckHandler()) as manager:
-        restored = manager.restore(6, args=adacheck.RestoreArgs(elsewhere))
-    support.assert_same_bits(restored, states[6])
-
-
 def test_records_are_let_go_of_once_they_are_on_the_devices(saved, monkeypatch):
     """Of a long lineage a replay holds what it reads ahead, not all records."""
     root, run, states = saved
@@ -155,14 +164,6 @@ def test_records_are_let_go_of_once_they_are_on_the_devices(saved, monkeypatch):
     support.assert_same_bits(restore(root, run, 6), states[6])
     assert 1 <= most[0] <= 8  # two arrays a pack: of two deltas that are read, two that are folded
     assert len(alive) <= 2  # the record of the newest step
-
-
-def test_a_replay_is_logged_in_one_line(saved, caplog):
-    root, run, _ = saved
-    with caplog.at_level(logging.INFO, logger="adacheck_jax.restore"):
-        restore(root, run, 6)
-    said = [each.message for each in caplog.records if "Replaying" in each.message]
-    assert said == ["Replaying 5 updates onto the base of step 1, for step 6."]
 
 
 def test_an_update_of_leaves_without_elements_is_replayed(tmp_path):
@@ -189,33 +190,22 @@ def test_an_update_of_leaves_without_elements_is_replayed(tmp_path):
             assert handler.restored.replayed_count == number
 
 
-def two_bases(root, run):
-    """Two bases with one update each, and the states of steps 1 to 4."""
-    handler = adacheck.AdaCheckHandler(run.recorder, max_deltas=1)
-    with support.manager_of(root, handler) as manager:
-        return support.save_steps(manager, run, 4)
-
-
-def test_a_walk_compiles_one_program_for_all_bases_that_have_it(tmp_path, monkeypatch):
-    run = support.dict_run(support.mesh_of((2, 2)))
-    states = two_bases(tmp_path, run)
+def test_a_walk_compiles_one_program_for_all_bases_that_have_it(two_bases, monkeypatch):
+    root, states = two_bases
     monkeypatch.setattr(compiled_update, "_kept", Kept(4))
-    with support.compiled_programs() as compiled, contextlib.closing(Walk(tmp_path)) as walk:
+    with support.compiled_programs() as compiled, contextlib.closing(Walk(root)) as walk:
         assert [len(walk.lineage(step).deltas) for step in walk.steps] == [0, 1, 0, 1]
         for step in walk.steps:
-            leaves = [np.asarray(each) for each in jax.tree.leaves(states[step])]
-            assert sorted(x.tobytes() for x in walk.at(step).arrays) == sorted(
-                x.tobytes() for x in leaves
-            )
+            found = [np.asarray(x).tobytes() for x in walk.at(step).arrays]
+            assert sorted(found) == sorted(x.tobytes() for x in states[step])
     assert compiled.count("jit(run)") == 1
 
 
-def test_a_walk_refuses_the_damaged_program_of_a_later_base(tmp_path):
-    run = support.dict_run(support.mesh_of((2, 2)))
-    two_bases(tmp_path, run)
-    (program,) = (tmp_path / "3" / "default" / "adacheck").glob(f"update.{platform()}.*")
+def test_a_walk_refuses_the_damaged_program_of_a_later_base(two_bases):
+    root, _ = two_bases
+    (program,) = (root / "3" / "default" / "adacheck").glob(f"update.{platform()}.*")
     program.write_bytes(program.read_bytes()[:-1] + b"?")
-    with contextlib.closing(Walk(tmp_path)) as walk:
+    with contextlib.closing(Walk(root)) as walk:
         walk.at(2)
         with pytest.raises(IntegrityError, match="does not match its digest"):
             walk.at(4)

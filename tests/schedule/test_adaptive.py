@@ -21,15 +21,11 @@ from adacheck_jax.schedule.waste import Costs, Schedule, restore_s, waste
 ESTIMATE = Costs(0.1, 0.03, 0.08, 0.05, 0.4, 10.0, 0.4, 0.3, 0.02, 0.001)
 
 
-def test_an_outlier_does_not_count():
+def test_an_outlier_does_not_count_and_old_measurements_are_forgotten():
     running = RunningCosts()
     for seconds in (0.02, 0.021, 5.0):
         running.add("delta_blocking_s", seconds)
     assert running.costs(ESTIMATE) == dataclasses.replace(ESTIMATE, delta_blocking_s=0.021)
-
-
-def test_old_measurements_are_forgotten():
-    running = RunningCosts()
     for seconds in [9.0] * WINDOW + [1.0] * (WINDOW // 2 + 1):
         running.add("replay_s", seconds)
     assert running.costs(ESTIMATE).replay_s == 1.0
@@ -71,14 +67,17 @@ def test_a_storage_that_becomes_slow_changes_the_schedule():
     assert policy.next(slow, second) == second
 
 
-def test_a_schedule_over_the_budget_is_given_up():
-    policy = AdaptivePolicy(3600.0, restore_budget_s=5.0)
-    found = policy.next(ESTIMATE, Schedule(10_000, 10))
+def test_a_schedule_over_a_bound_is_given_up():
+    found = AdaptivePolicy(3600.0, restore_budget_s=5.0).next(ESTIMATE, Schedule(10_000, 10))
     assert restore_s(ESTIMATE, found) <= 5.0
-
-
-def test_a_budget_that_no_delta_fits_does_not_end_a_run():
+    # A budget that no delta fits does not end a run.
     assert AdaptivePolicy(3600.0, restore_budget_s=0.1).next(ESTIMATE, None) == Schedule(1, 1)
+    for most in (1, 3):
+        policy = AdaptivePolicy(1e8, restore_budget_s=None)
+        assert policy.next(ESTIMATE, Schedule(1_000, 500), most).save_every == most
+    for most in (30, 1000):
+        policy = AdaptivePolicy(1e8, restore_budget_s=None, most_deltas=most)
+        assert policy.next(ESTIMATE, Schedule(most + 1, 1)).base_every == most
 
 
 def test_bases_that_block_no_longer_than_deltas_are_no_more_frequent_than_at_first():
@@ -99,19 +98,6 @@ def test_a_lineage_that_a_budget_made_short_grows_once_restores_are_quick():
     assert policy.next(slow, short, 1) == short
     quick = dataclasses.replace(cheap, replay_s=0.005)
     assert policy.next(quick, short, 1).base_every == LEAST_DELTAS
-
-
-@pytest.mark.parametrize("most_every", [1, 3])
-def test_it_keeps_to_what_a_save_may_hold(most_every):
-    policy = AdaptivePolicy(1e8, restore_budget_s=None)
-    found = policy.next(ESTIMATE, Schedule(1_000, 500), most_every)
-    assert found.save_every == most_every
-
-
-@pytest.mark.parametrize("most_deltas", [30, 1000])
-def test_it_keeps_to_the_longest_lineage_that_is_allowed(most_deltas):
-    policy = AdaptivePolicy(1e8, restore_budget_s=None, most_deltas=most_deltas)
-    assert policy.next(ESTIMATE, Schedule(most_deltas + 1, 1)).base_every == most_deltas
 
 
 SCHEDULE = Schedule(base_every=7, save_every=3)
@@ -142,14 +128,10 @@ def test_a_manager_saves_where_there_is_nothing_to_follow_and_before_a_preemptio
     policy.note(Position(5, 0, SCHEDULE))
     assert not asked(policy, 6)
     assert asked(policy, 6, preempted=True)
+    # Steps that nobody defers are saved as often.
+    assert [asked(policy, step) for step in (6, 7, 8, 9)] == [False, False, True, True]
     policy.note(None)
     assert asked(policy, 6)
-
-
-def test_steps_that_nobody_defers_are_saved_as_often():
-    policy = AdaptivePolicy()
-    policy.note(Position(5, 0, SCHEDULE))
-    assert [asked(policy, step) for step in (6, 7, 8, 9)] == [False, False, True, True]
 
 
 SHARED = dataclasses.replace(
@@ -180,19 +162,16 @@ def test_it_is_the_same_schedule_where_each_failure_needs_storage(costs):
         assert AdaptivePolicy(3600.0, storage_mtbf_s=3600.0, **asked).next(costs, None) == found
 
 
-@pytest.mark.parametrize("storage_mtbf_s", [0.0, 1800.0, math.inf, math.nan, "a day"])
-def test_some_of_the_failures_are_no_more_than_all(storage_mtbf_s):
-    with pytest.raises(ValueError, match="expected storage_mtbf_s to be"):
-        AdaptivePolicy(3600.0, storage_mtbf_s=storage_mtbf_s)
-
-
-def test_orbax_takes_it_for_a_policy():
-    assert isinstance(AdaptivePolicy(), SaveDecisionPolicy)
-
-
 @pytest.mark.parametrize(
-    "arguments", [(0.0,), (None,), (3600.0, 0.0), ("3 h",), (3600.0, 60.0, 0), (3600.0, 60.0, 2.5)]
+    "arguments",
+    [
+        *((0.0,), (None,), (3600.0, 0.0), ("3 h",), (3600.0, 60.0, 0), (3600.0, 60.0, 2.5)),
+        *((3600.0, 60.0, 9, each) for each in (0.0, 1800.0, math.inf, math.nan, "a day")),
+    ],
 )
 def test_impossible_wishes_are_refused(arguments):
-    with pytest.raises(ValueError, match=r"_s to be more than 0|int of at least 1"):
-        AdaptivePolicy(*arguments)
+    names = ("mtbf_s", "restore_budget_s", "most_deltas", "storage_mtbf_s")
+    told = r"_s to be more than 0|int of at least 1|expected storage_mtbf_s to be"
+    with pytest.raises(ValueError, match=told):
+        AdaptivePolicy(**dict(zip(names, arguments, strict=False)))
+    assert isinstance(AdaptivePolicy(), SaveDecisionPolicy)

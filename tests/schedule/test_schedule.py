@@ -2,7 +2,6 @@
 
 import dataclasses
 import math
-import random
 import subprocess
 import sys
 
@@ -10,7 +9,7 @@ import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
 
-from adacheck_jax.schedule.best import LONGEST_LINEAGE, best_schedule
+from adacheck_jax.schedule.best import best_schedule
 from adacheck_jax.schedule.waste import (
     LARGEST,
     Costs,
@@ -54,15 +53,13 @@ def test_of_equal_saves_it_is_dalys_formula(step_s, blocking_s, restart_s, mtbf_
     assert lineage_s(costs, 9, 1, mtbf_s) == pytest.approx(10 * segment_s)
 
 
-def test_without_failures_the_waste_is_what_saves_block():
+def test_the_waste_where_failures_are_none_or_all():
     found = waste(PLAIN, Schedule(9, 3), 1e15)
     assert found == pytest.approx((0.5 + 3 * 0.1) / (10 + 0.5 + 3 * 0.1))
-
-
-def test_a_save_waits_for_the_write_before_it():
-    slow = dataclasses.replace(PLAIN, delta_write_s=3.0)
+    slow = dataclasses.replace(PLAIN, delta_write_s=3.0)  # a save waits for the write before it
     found = lineage_s(slow, 4, 1, 1e15)
     assert found == pytest.approx(lineage_s(PLAIN, 4, 1, 1e15) + 4 * (3.0 - 1.0))
+    assert waste(dataclasses.replace(PLAIN, restart_s=1e6), Schedule(20, 1), 1.0) == 1.0
 
 
 @pytest.mark.parametrize("save_every", [1, 4])
@@ -77,10 +74,6 @@ def test_failures_that_memory_survives_cost_what_they_cost_in_a_simulation(
     numbers = costs, Schedule(40, save_every), 3000.0, storage_mtbf_s
     found = memory_tiers.simulated_waste(*numbers, failures=1500)
     assert waste(*numbers) == pytest.approx(found, rel=0.05)
-
-
-def test_where_hardly_anything_is_ever_finished_all_time_is_lost():
-    assert waste(dataclasses.replace(PLAIN, restart_s=1e6), Schedule(20, 1), 1.0) == 1.0
 
 
 @pytest.mark.parametrize("name", simulation.COSTS)
@@ -99,14 +92,6 @@ def test_under_a_small_budget_no_schedule_is_better(costs, longest, mtbf_s, most
     every = [Schedule(n, b) for n, b in pairs]
     assert restore_s(costs, chosen) <= budget_s
     assert waste(costs, chosen, mtbf_s) == min(waste(costs, each, mtbf_s) for each in every)
-
-
-@given(all_costs, mtbfs, st.integers(0, 2**32))
-def test_random_schedules_are_hardly_better(costs, mtbf_s, seed):
-    draw = random.Random(seed)
-    lengths = [round(math.exp(draw.uniform(0, math.log(LONGEST_LINEAGE)))) for _ in range(60)]
-    least = min(waste(costs, Schedule(n, draw.randint(1, n)), mtbf_s) for n in lengths)
-    assert waste(costs, best_schedule(costs, mtbf_s), mtbf_s) <= 1.05 * least
 
 
 @given(all_costs, mtbfs, st.integers(65, 5000), st.sampled_from([1, 3, 100]))
@@ -163,25 +148,22 @@ def test_for_rare_failures_the_least_waste_is_that_of_the_first_order():
 
 
 @pytest.mark.parametrize(
-    "bad", [{"step_s": 0}, {"step_s": 1, "replay_s": -1}, {"step_s": math.nan}]
+    ("call", "told"),
+    [
+        (lambda: Costs(0, 0, 0), r"_s to be"),
+        (lambda: Costs(1, 0, 0, replay_s=-1), r"_s to be"),
+        (lambda: Costs(math.nan, 0, 0), r"_s to be"),
+        *(
+            (lambda pair=pair: Schedule(*pair), "base_every >= save_every >= 1")
+            for pair in ((0, 0), (3, 4), (5, 0))
+        ),
+        (lambda: best_schedule(PLAIN, 3600.0, 0.1), r"restore_budget_s of at least 0\.2 "),
+        *(
+            (lambda mtbf_s=mtbf_s: best_schedule(PLAIN, mtbf_s), "mtbf_s")
+            for mtbf_s in (0.0, -1.0, math.nan)
+        ),
+    ],
 )
-def test_impossible_costs_are_refused(bad):
-    with pytest.raises(ValueError, match=r"_s to be"):
-        Costs(**{"step_s": 1, "delta_blocking_s": 0, "base_blocking_s": 0} | bad)
-
-
-@pytest.mark.parametrize(("base_every", "save_every"), [(0, 0), (3, 4), (5, 0)])
-def test_an_impossible_schedule_is_refused(base_every, save_every):
-    with pytest.raises(ValueError, match="base_every >= save_every >= 1"):
-        Schedule(base_every, save_every)
-
-
-def test_a_budget_that_no_delta_fits_is_refused():
-    with pytest.raises(ValueError, match=r"restore_budget_s of at least 0\.2 "):
-        best_schedule(PLAIN, 3600.0, 0.1)
-
-
-@pytest.mark.parametrize("mtbf_s", [0.0, -1.0, math.nan])
-def test_an_impossible_mean_time_between_failures_is_refused(mtbf_s):
-    with pytest.raises(ValueError, match="mtbf_s"):
-        best_schedule(PLAIN, mtbf_s)
+def test_what_cannot_be_is_refused(call, told):
+    with pytest.raises(ValueError, match=told):
+        call()

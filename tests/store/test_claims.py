@@ -21,51 +21,6 @@ from tests import support
 from tests.support import abstract, assert_same_bits, host_copy, manager_of, mesh_of
 
 
-class Writers:
-    """Two managers of one root; what the first one writes waits where a test wants it."""
-
-    def __init__(self, root, monkeypatch, method):
-        self.root, self.run = root, support.dict_run(mesh_of((1, 1)))
-        self.managers = [manager_of(root, self.new_handler()) for _ in range(2)]
-        self.reached, self.goes_on = threading.Event(), threading.Event()
-        owner = share if method == "_write" else commit
-        inner = getattr(owner, method)
-
-        def held(save, *args):
-            if self.reached.is_set():
-                return inner(save, *args)
-            self.reached.set()
-            assert self.goes_on.wait(60)
-            return inner(save, *args)
-
-        self.patch = monkeypatch
-        monkeypatch.setattr(owner, method, held)
-
-    def new_handler(self):
-        return adacheck.AdaCheckHandler(self.run.recorder)
-
-    def save(self, manager, step):
-        state = jax.tree.map(jnp.copy, self.run.advance())
-        manager.save(step, args=adacheck.SaveArgs(state))
-        return host_copy(state)
-
-    def errors(self):
-        """What each manager is told at the end."""
-        found = []
-        for manager in self.managers:
-            try:
-                manager.wait_until_finished()
-                found.append(None)
-            except Exception as error:
-                found.append(error)
-        return found
-
-    def restored(self, step):
-        with manager_of(self.root, adacheck.AdaCheckHandler()) as manager:
-            target = adacheck.RestoreArgs(abstract(self.run.state))
-            return manager.restore(step, args=target)
-
-
 def wait_for_removal(path, before):
     """Until the second one's Orbax has made its own directory."""
     for _ in range(6000):
@@ -82,30 +37,45 @@ def left_in(root):
     return [path for path in root.rglob("*") if path.name.startswith(marks)]
 
 
-@pytest.mark.parametrize("method", ["_write", "_committed"])
+@pytest.mark.parametrize(("owner", "method"), [(share, "_write"), (commit, "_committed")])
 def test_the_later_of_two_writers_saves_the_step_and_the_other_is_told(
-    tmp_path, monkeypatch, method
+    tmp_path, monkeypatch, owner, method
 ):
     """While the first one writes its data, or just before it would write the manifest."""
-    writers = Writers(tmp_path, monkeypatch, method)
-    first, second = writers.managers
-    writers.save(first, 1)
-    assert writers.reached.wait(60)
+    run = support.dict_run(mesh_of((1, 1)))
+    first, second = (manager_of(tmp_path, adacheck.AdaCheckHandler(run.recorder)) for _ in range(2))
+    reached, goes_on, inner = threading.Event(), threading.Event(), getattr(owner, method)
+
+    def held(save, *args):
+        if not reached.is_set():
+            reached.set()
+            assert goes_on.wait(60)
+        return inner(save, *args)
+
+    def save(manager):
+        state = jax.tree.map(jnp.copy, run.advance())
+        manager.save(1, args=adacheck.SaveArgs(state))
+        return host_copy(state)
+
+    monkeypatch.setattr(owner, method, held)
+    save(first)
+    assert reached.wait(60)
     directory = tmp_path / f"1{roots.TMP_SUFFIX}" / f"default{roots.TMP_SUFFIX}"
     kept = os.open(directory, os.O_RDONLY)  # so that its inode is not given again
-    two = writers.save(second, 1)
+    two = save(second)
     wait_for_removal(directory, os.fstat(kept).st_ino)
     os.close(kept)
-    writers.goes_on.set()
-    told, none = writers.errors()
-    assert none is None
-    assert isinstance(told, StorageError)
-    assert "expected one writer, found that another handler or process" in str(told)
-    assert "a root of its own" in str(told)
+    goes_on.set()
+    told = r"expected one writer, found that another handler or process.*a root of its own"
+    with pytest.raises(StorageError, match=told):
+        first.wait_until_finished()
+    second.wait_until_finished()
     assert not left_in(tmp_path)
-    assert_same_bits(writers.restored(1), two)
-    for manager in writers.managers:
-        manager.close()
+    with manager_of(tmp_path, adacheck.AdaCheckHandler()) as manager:
+        target = adacheck.RestoreArgs(abstract(run.state))
+        assert_same_bits(manager.restore(1, args=target), two)
+    first.close()
+    second.close()
 
 
 def test_a_handler_saves_a_step_again_after_it_failed(tmp_path, monkeypatch):
@@ -132,32 +102,6 @@ def test_a_handler_saves_a_step_again_after_it_failed(tmp_path, monkeypatch):
             )
 
 
-def test_a_claim_of_another_handler_is_respected(tmp_path):
-    """As where both found the directory that Orbax made for one of them."""
-    directory = tmp_path / f"3{roots.TMP_SUFFIX}"
-    directory.mkdir()
-    with claims.writing(directory, 0, claims.new_token()):
-        pass
-    refused = pytest.raises(StorageError, match=r"/3: expected one writer")
-    with refused, claims.writing(directory, 0, claims.new_token()):
-        raise AssertionError("nothing may be written here")
-    with claims.writing(directory, 1, claims.new_token()):
-        pass
-    claims.remove(directory)
-    assert not left_in(tmp_path)
-
-
-def test_a_step_that_another_one_has_committed_is_not_committed_again(tmp_path):
-    directory, token = tmp_path / f"3{roots.TMP_SUFFIX}", claims.new_token()
-    directory.mkdir()
-    with claims.writing(directory, 0, token):
-        pass
-    (tmp_path / "3").mkdir()
-    refused = pytest.raises(StorageError, match=r"/3: expected one writer")
-    with refused, claims.committing(directory, 0, token):
-        raise AssertionError("nothing may be written here")
-
-
 def test_a_directory_that_another_writer_has_removed_is_not_made_anew(tmp_path, monkeypatch):
     """Removed after the last look at the claim: the other one's mkdir would find a directory."""
     run, removed = support.dict_run(mesh_of((1, 1))), []
@@ -172,14 +116,3 @@ def test_a_directory_that_another_writer_has_removed_is_not_made_anew(tmp_path, 
         with pytest.raises(StorageError, match=r"/1/default: expected one writer"):
             manager.wait_until_finished()
         assert [directory.exists() for directory in removed] == [False]
-
-
-def test_a_lock_that_a_killed_process_left_is_free(tmp_path):
-    directory, token = tmp_path / f"3{roots.TMP_SUFFIX}", claims.new_token()
-    directory.mkdir()
-    (tmp_path / f"{roots.PROBE_PREFIX}3.0{roots.TMP_SUFFIX}").touch()
-    with claims.writing(directory, 0, token):
-        pass
-    with claims.committing(directory, 0, token):
-        claims.remove(directory)
-    assert not left_in(tmp_path)

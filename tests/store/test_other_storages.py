@@ -107,16 +107,28 @@ def test_links_are_probed_and_named(root):
 
 
 def test_of_two_writers_of_a_step_one_is_refused(tmp_path):
-    step = at(tmp_path) / "3"
+    root, step = at(tmp_path), tmp_path / f"3{roots.TMP_SUFFIX}"
+    step.mkdir()
+    lock = f"{roots.PROBE_PREFIX}3.0{roots.TMP_SUFFIX}"
+    (root / lock).write(b"")  # as a killed process leaves it
     with claims.writing(step, 0, "one"):
-        (step / folders.BASE / "0/file").write(b"1")
-    with pytest.raises(StorageError, match="expected one writer"), claims.writing(step, 0, "two"):
+        (at(step) / folders.BASE / "0/file").write(b"1")
+    refused, entered = pytest.raises(StorageError, match=r"/3: expected one writer"), []
+    with refused, claims.writing(step, 0, "two"):
+        entered.append("where the other one writes")
+    with claims.writing(step, 1, "two"):
         pass
     with claims.writing(step, 0, "one"):
-        assert not [*(step / folders.BASE).list()], "what an earlier attempt left is removed"
+        assert not [*(at(step) / folders.BASE).list()], "what an earlier attempt left is removed"
     with claims.committing(step, 0, "one"):
         claims.remove(step)
-    assert [*step.list()] == []
+    assert [*root.list()] == []
+    with claims.writing(step, 0, "one"):
+        pass
+    (tmp_path / "3").mkdir()  # another one has committed it
+    with refused, claims.committing(step, 0, "one"):
+        entered.append("what another one has committed")
+    assert not entered
 
 
 def test_in_a_store_the_manifest_replaces_its_own_claim_alone():

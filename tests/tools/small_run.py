@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -11,6 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import orbax.checkpoint as ocp
+import pytest
 
 import adacheck_jax as adacheck
 
@@ -95,3 +97,13 @@ def train(
             manager.wait_until_finished()
             after(step)
     return states
+
+
+def trained(folders: pytest.TempPathFactory) -> tuple[Path, dict[int, Any]]:
+    """A root that all tests of a session read, and the state of each step."""
+    return _trained(folders.getbasetemp() / "small_run")
+
+
+@functools.cache
+def _trained(root: Path) -> tuple[Path, dict[int, Any]]:
+    return root, train(root)

@@ -175,36 +175,37 @@ def test_stock_orbax_reads_an_export_without_this_library(recorded, tmp_path, ap
     assert not [name for name in names if "adacheck" in name or name == "manifest.json"]
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("step", [1, 2], ids=["base", "bits"])
-def test_a_state_of_all_kinds_of_leaves_is_exported_to_orbax(tmp_path, step):
+@pytest.mark.parametrize("kind", FORMATS)
+def test_a_state_of_all_kinds_of_leaves_is_exported(tmp_path, step, kind):
     state = {**mixed_state(), "key": jax.random.key(3), "keys": jax.random.split(jax.random.key(1))}
-    state["nibbles"] = jnp.arange(5, dtype=jnp.int4)
     state["wide"] = np.arange(3, dtype=np.float64) / 3
+    if kind == "orbax":
+        state["nibbles"] = jnp.arange(5, dtype=jnp.int4)
+    else:
+        del state["params"]["small"]
     saved = saved_bits(tmp_path / "run", state, step)
-    done = run("export", tmp_path / "run", step, tmp_path / "x", "--format", "orbax", "--all")
+    done = run("export", tmp_path / "run", step, tmp_path / "x", "--format", kind, "--all")
     assert done.exit_code == 0, done.output
+    if kind != "orbax":
+        expected = {path.replace("/", "."): value for path, value in saved.items()}
+        same_bits(found_in(tmp_path / "x"), expected)
+        return
     assert "Without elements, which Orbax does not store: empty." in done.output
     del saved["empty"]
-    same_bits(read_by_orbax(tmp_path / "x"), saved)
     found = exports.plain.ocp.StandardCheckpointer().restore(tmp_path / "x")
+    same_bits(named(found), saved)
     assert (found["number"], found["real"], type(found["number"])) == (step, 0.5, int)
     assert found["keys"].dtype == state["keys"].dtype
     assert jax.tree.structure(found["list"]) == jax.tree.structure([0, 0, [0]])
+    with pytest.raises(StorageError, match="stock Orbax cannot write it"):
+        exports.plain.write(tmp_path / "y", {"a": np.zeros((0, 3))})
+    leaf = sources.Leaf("u", (4,), "uint4", 1, None, (), ())
+    with pytest.raises(MismatchError, match="u \\(uint4\\)"):
+        formats.planned([leaf], [0], Format.ORBAX)
 
 
-@pytest.mark.parametrize("step", [1, 2], ids=["base", "bits"])
-def test_a_state_of_all_kinds_of_leaves_is_exported_to_safetensors(tmp_path, step):
-    state = {**mixed_state(), "key": jax.random.key(3)}
-    del state["params"]["small"]
-    saved = saved_bits(tmp_path / "run", state, step)
-    done = run("export", tmp_path / "run", step, tmp_path / "x", "--format", "safetensors", "--all")
-    assert done.exit_code == 0, done.output
-    expected = {path.replace("/", "."): value for path, value in saved.items()}
-    same_bits(found_in(tmp_path / "x"), expected)
-
-
-@pytest.mark.parametrize(("size", "count"), [(34_000, 2), (1_000, 4), (10**9, 1)])
+@pytest.mark.parametrize(("size", "count"), [(34_000, 2), (33_000, 3), (1_000, 4), (10**9, 1)])
 def test_a_large_export_is_cut_into_shards_with_an_index(
     recorded, tmp_path, monkeypatch, size, count
 ):
@@ -245,29 +246,6 @@ def test_leaves_of_one_name_are_refused(tmp_path):
     done = run("export", tmp_path / "run", 1, tmp_path / "x", "--all")
     assert done.exit_code == 1
     assert "found params.b for several" in done.stderr
-
-
-def test_wrong_inputs_are_refused_and_leave_nothing(recorded, tmp_path):
-    root, _ = recorded
-    (tmp_path / "there").write_text("mine")
-    before = identity.of_directory(root)
-    for arguments, told in (
-        ((tmp_path / "none", 1, tmp_path / "x"), "found nothing there"),
-        ((root, 9, tmp_path / "x"), "expected step 9, found 1, 2, 3, 4, 5 near it"),
-        ((root, 1, tmp_path / "there"), "expected nothing there, found something"),
-        ((root, 1, root / "x"), "outside of the checkpoint root"),
-        ((root, 1, root / "1/x"), "outside of the checkpoint root"),
-        ((root, 1, tmp_path / "no/x"), "expected a directory, found none"),
-        ((root, 1, "gs://bucket/x"), "expected a local path"),
-        ((root, 1, tmp_path / "x", "--item", "other"), "expected an item 'other'"),
-    ):
-        done = run("export", *arguments)
-        assert (done.exit_code, told in " ".join(done.stderr.split())) == (2, True), done.stderr
-    done = run("export", root, 1, tmp_path / "x", "--format", "zip")
-    assert (done.exit_code, "found 'zip'" in done.stderr) == (2, True)
-    assert [path.name for path in tmp_path.iterdir()] == ["there"]
-    assert (tmp_path / "there").read_text() == "mine"
-    assert identity.of_directory(root) == before
 
 
 HELD = """
@@ -401,18 +379,6 @@ def test_a_place_that_was_taken_meanwhile_is_not_replaced(recorded, tmp_path, mo
     assert [path.name for path in tmp_path.iterdir()] == ["x"]
 
 
-def test_shards_are_as_full_as_they_may_be():
-    sizes = (3, 4, 2, 9, 1, 1)
-    leaves = [
-        formats.ExportedLeaf(i, str(i), sources.Leaf(str(i), (n,), "int8", 1, None, (), ()))
-        for i, n in enumerate(sizes)
-    ]
-    shards = formats.shards_of(leaves, 7)
-    assert [[x.leaf.nbytes for x in each] for each in shards.values()] == [[3, 4], [2], [9], [1, 1]]
-    assert [*formats.shards_of(leaves, 20)] == ["model.safetensors"]
-    assert [*formats.shards_of([], 20)] == ["model.safetensors"]
-
-
 def test_params_are_what_the_update_trains(tmp_path):
     """Whatever the state calls them."""
     recorder = adacheck.Recorder(optax.sgd(0.1))
@@ -423,11 +389,3 @@ def test_params_are_what_the_update_trains(tmp_path):
         manager.save(1, args=adacheck.SaveArgs(state))
     exports.export(at(tmp_path / "run"), 1, str(tmp_path / "x"))
     assert [*found_in(tmp_path / "x")] == ["model.w"]
-
-
-def test_orbax_errors_are_storage_errors(tmp_path):
-    with pytest.raises(StorageError, match="stock Orbax cannot write it"):
-        exports.plain.write(tmp_path / "x", {"a": np.zeros((0, 3))})
-    leaf = sources.Leaf("u", (4,), "uint4", 1, None, (), ())
-    with pytest.raises(MismatchError, match="u \\(uint4\\)"):
-        formats.planned([leaf], [0], Format.ORBAX)

@@ -17,8 +17,6 @@ from flax.training.train_state import TrainState
 import adacheck_jax as adacheck
 from adacheck_jax.device import trees
 from adacheck_jax.errors import MismatchError
-from adacheck_jax.format.manifest import BaseManifest, DeltaManifest
-from adacheck_jax.store.steps import roots
 from adacheck_jax.tools import import_state
 from tests import support
 from tests.support import assert_same_bits, host_copy, manager_of, mesh_of
@@ -86,31 +84,6 @@ def test_a_state_is_put_into_one_with_a_recorder(plain_run, on_host):
 
 def _places(leaf: jax.Array) -> set[int]:
     return {shard.data.unsafe_buffer_pointer() for shard in leaf.addressable_shards}
-
-
-@pytest.mark.slow
-def test_the_run_goes_on_and_every_step_is_saved(plain_run, tmp_path):
-    recorder, wanted = target()
-    state = import_state(read(plain_run[0]), wanted)
-    saved = {3: host_copy(state)}
-    shardings = jax.tree.map(lambda leaf: leaf.sharding, state)
-    go_on = jax.jit(train_step, donate_argnums=0, out_shardings=shardings)
-    with manager_of(
-        tmp_path, adacheck.AdaCheckHandler(recorder, shadow=adacheck.Shadow(on_devices=True))
-    ) as manager:
-        manager.save(3, args=adacheck.SaveArgs(state))
-        for step in (3, 4, 5):
-            state = go_on(state, support.batch(step))
-            manager.save(step + 1, args=adacheck.SaveArgs(state))
-            manager.wait_until_finished()
-            saved[step + 1] = host_copy(state)
-    first, *rest = [step.manifest for step in roots.steps_of(tmp_path)]
-    assert isinstance(first, BaseManifest)
-    assert all(isinstance(each, DeltaManifest) and each.has_update for each in rest)
-    with manager_of(tmp_path, adacheck.AdaCheckHandler()) as manager:
-        for step, expected in saved.items():
-            args = adacheck.RestoreArgs(support.abstract(state))
-            assert_same_bits(manager.restore(step, args=args), expected)
 
 
 def test_leaves_that_do_not_fit_are_named(plain_run):

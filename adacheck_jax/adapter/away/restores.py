@@ -6,7 +6,7 @@ import contextlib
 import dataclasses
 import functools
 import logging
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -36,20 +36,32 @@ def deletion_told(manager: Any, step: Any) -> Iterator[None]:
 
     Raises:
         StepDeletedError: in place of the error of a step that is gone, or goes while this looks.
-            One that the manager does not know may never have been there: then Orbax says so.
+        FileNotFoundError: the manager does not know the step, which may never have been there.
     """
     try:
         yield
     except AdaCheckError:
         raise
-    except _MISSING:
+    except _MISSING as error:
         known = manager.all_steps()
         number = getattr(step, "step", max(known, default=None) if step is None else step)
-        if number not in known:
+        if number not in known and not isinstance(error, FileNotFoundError):
             raise
+        if number not in known:
+            there = f"those there are {_named(known)}" if known else "there is none"
+            raise FileNotFoundError(
+                f"{manager.directory}: step {number} not found; {there}. Restore one of "
+                "manager.all_steps(); adacheck ls tells which recorded steps they hold."
+            ) from error
         name = manager._step_name_format.build_name(number)
         with deletion.told(located(f"{manager.directory}/{name}"), *_MISSING):
             raise
+
+
+def _named(steps: Sequence[int], most: int = 10) -> str:
+    """Numbers of steps, of which the newest are named if there are many."""
+    newest = sorted(steps)[-most:]
+    return ", ".join(map(str, newest) if len(newest) == len(steps) else ["...", *map(str, newest)])
 
 
 def telling_deletions(reads: Callable[..., Any]) -> Callable[..., Any]:

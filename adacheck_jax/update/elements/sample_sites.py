@@ -90,7 +90,7 @@ class Sites:
         self._shape_of: dict[int, SampledShape] = {}
         uncovered: set[int] = set()
         for (shape, is_whole), members in by_shape.items():
-            sites = {d.id: common([boxes[i].get(d) for i in members], shape) for d in everywhere}
+            sites = {d.id: _common([boxes[i].get(d) for i in members], shape) for d in everywhere}
             found = {site for site in sites.values() if site is not None}
             sizes = {site.shape for site in found}
             if None in sites.values() or len(sizes) != 1:
@@ -148,7 +148,7 @@ def boxes_held(array: Any) -> Mapping[Any, Box]:
     return boxes_by_device(array.sharding, tuple(array.shape)) if is_placed else {}
 
 
-def common(boxes: Sequence[Box | None], shape: tuple[int, ...]) -> Box | None:
+def _common(boxes: Sequence[Box | None], shape: tuple[int, ...]) -> Box | None:
     """The intersection of some boxes, None if it is empty; a box that is None leaves out none."""
     if not math.prod(shape):
         return _nothing_of(shape)

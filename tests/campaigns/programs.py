@@ -13,13 +13,16 @@ import optax
 from jax.sharding import NamedSharding, PartitionSpec, SingleDeviceSharding
 
 import adacheck_jax as adacheck
+from tests.campaigns.flax_models import ALL
 from tests.campaigns.layouts import mesh_of, shardings_of
-from tests.campaigns.models import EXAMPLES, MODELS
-from tests.campaigns.perturbations import Plan
+from tests.campaigns.models import EXAMPLES
+from tests.campaigns.optimizers import TAKE_VALUE, all_of
+from tests.campaigns.plans import Plan
 
 RATE = 3e-3
 SKIPPED_STEP = 7
 """The step whose loss is not finite, where runs skip such."""
+_LOSS_SCALE = 1024.0
 
 
 def _partly_frozen(params: Any) -> optax.GradientTransformation:
@@ -44,8 +47,22 @@ _OPTIMIZERS: dict[str, Callable[[Any], Any]] = {
     "adabelief": lambda _: optax.adabelief(RATE),
     "adafactor": lambda _: optax.adafactor(RATE, min_dim_size_to_factor=16),
     "lamb": lambda _: optax.lamb(RATE),
-    "clipped": lambda _: optax.chain(optax.clip_by_global_norm(1.0), optax.adamw(RATE)),
+    "clipped": lambda _: _clipped(optax.adamw(RATE)),
+    "clipped, half moment": lambda _: _clipped(optax.adamw(RATE, mu_dtype=jnp.bfloat16)),
+    "clipped lion": lambda _: _clipped(optax.lion(RATE / 10)),
+    "clipped, multisteps": lambda _: optax.MultiSteps(
+        _clipped(optax.adamw(RATE)), 2
+    ).gradient_transformation(),
 }
+
+
+def _clipped(inner: Any) -> Any:
+    return optax.chain(optax.clip_by_global_norm(1.0), inner)
+
+
+def takes_value(plan: Plan) -> bool:
+    """True if the optimizer looks at the loss."""
+    return plan.optimizer not in _OPTIMIZERS and plan.optimizer in TAKE_VALUE
 
 
 def optimizer_of(
@@ -53,14 +70,19 @@ def optimizer_of(
 ) -> tuple[adacheck.Recorder, Any]:
     """The recorder, and the optimizer that it is part of."""
     dtype = None if plan.record_dtype is None else jnp.dtype(plan.record_dtype)
-    recorder = adacheck.Recorder(_OPTIMIZERS[plan.optimizer](params), dtype=dtype, **recording)
+    made = _OPTIMIZERS.get(plan.optimizer) or (lambda _: all_of()[plan.optimizer]())
+    if takes_value(plan):
+        recording = {**recording, "extra_args": {"value": jnp.zeros(())}}
+    recorder = adacheck.Recorder(made(params), dtype=dtype, **recording)
     parts: list[Any] = [optax.clip_by_global_norm(1.0)] if plan.clips else []
     parts.append(recorder)
     if plan.behind == "scale":
         parts.append(optax.scale(0.5))
     elif plan.behind == "decay":
         parts.append(optax.add_decayed_weights(-1e-3))
-    chain = optax.chain(*parts)
+    chain: Any = optax.chain(*parts)
+    if plan.lookahead:
+        chain = optax.lookahead(chain, sync_period=2, slow_step_size=0.5)
     if plan.accumulates:
         chain = optax.MultiSteps(chain, 2).gradient_transformation()
     return recorder, chain
@@ -68,47 +90,71 @@ def optimizer_of(
 
 def initial_state(plan: Plan, recording: dict[str, Any]) -> tuple[adacheck.Recorder, Any, Any]:
     """The recorder, the optimizer, and the first state."""
-    params, carried = MODELS[plan.model].initial(
+    params, carried = ALL[plan.model].initial(
         np.random.default_rng(plan.seed), jnp.dtype(plan.param_dtype)
     )
+    if plan.integers:
+        params = {"model": params, "ids": jnp.arange(48, dtype=jnp.int32)}
     recorder, tx = optimizer_of(plan, params, recording)
+    if plan.lookahead:
+        params = optax.LookaheadParams.init_synced(params)
     state = {"params": params, "opt": tx.init(params), "carried": carried, "step": jnp.int32(0)}
     if plan.averages:
         state["average"] = jax.tree.map(jnp.copy, params)  # a buffer is donated once
-    state = jax.tree.map(jnp.asarray, state)
+    state = jax.tree.map(jnp.array, state)  # no buffer twice: they are donated
     return recorder, tx, jax.device_put(state, shardings_of(state, plan.layout))
+
+
+def _gradients_of(plan: Plan) -> Callable[..., Any]:
+    """``(params, carried, batch, frozen) -> (loss, carried, gradients)``."""
+    model, scale = ALL[plan.model], _LOSS_SCALE if plan.scaled else 1e-18 if plan.tiny else 1.0
+
+    def gradients(params: Any, carried: Any, batch: Any, frozen: bool) -> Any:
+        def loss(params: Any) -> tuple[jax.Array, Any]:
+            used = params["model"] if plan.integers else params
+            if plan.layout.startswith("explicit"):
+                whole = NamedSharding(mesh_of(plan.layout), PartitionSpec())
+                used = jax.tree.map(lambda p: jax.sharding.reshard(p, whole), used)
+            used = _first_frozen(used) if frozen else used
+            value, rest = model.loss(used, carried, batch)
+            if plan.l2:
+                squares = [jnp.sum(p.astype(jnp.float32) ** 2) for p in jax.tree.leaves(used)]
+                value = value + 1e-3 * sum(squares)
+            return value * scale, rest
+
+        if plan.lookahead:
+            params = params.fast
+        graded = jax.value_and_grad(loss, has_aux=True, allow_int=plan.integers)
+        (value, carried), grads = graded(params)
+        if plan.integers:
+            grads = {**grads, "ids": jnp.ones((48,), jnp.int32)}
+        if plan.program == "mapped" and len(batch[0]) > 1:
+            value, grads = jax.lax.pmean((value, grads), "data")
+            carried = jax.tree.map(_mean, carried)
+        if plan.scaled:
+            grads = jax.tree.map(
+                lambda g: g if g.dtype == jnp.int32 else (g / scale).astype(g.dtype), grads
+            )
+        return value, carried, grads
+
+    return gradients
 
 
 def train_step_of(plan: Plan, tx: Any, state: Any) -> Callable[..., tuple[Any, jax.Array]]:
     """``(state, batch, frozen) -> (state, loss)``, which donates the state."""
-    model = MODELS[plan.model]
-    shardings = shardings_of(state, plan.layout)
-
-    def gradients(params: Any, carried: Any, batch: Any, frozen: bool) -> Any:
-        def loss(params: Any) -> tuple[jax.Array, Any]:
-            used = _first_frozen(params) if frozen else params
-            value, rest = model.loss(used, carried, batch)
-            if plan.l2:
-                squares = [jnp.sum(p.astype(jnp.float32) ** 2) for p in jax.tree.leaves(params)]
-                value = value + 1e-3 * sum(squares)
-            return value * (1e-18 if plan.tiny else 1.0), rest
-
-        (value, carried), grads = jax.value_and_grad(loss, has_aux=True)(params)
-        if plan.program == "mapped" and len(batch[0]) > 1:
-            value, grads = jax.lax.pmean((value, grads), "data")
-            carried = jax.tree.map(_mean, carried)
-        return value, carried, grads
+    gradients, shardings = _gradients_of(plan), shardings_of(state, plan.layout)
 
     def joined(state: Any, params: Any, opt: Any, carried: Any) -> Any:
         return {"params": params, "opt": opt, "carried": carried, "step": state["step"] + 1}
 
-    def update(grads: Any, opt: Any, params: Any) -> tuple[Any, Any]:
-        updates, opt = tx.update(grads, opt, params)
+    def update(grads: Any, opt: Any, params: Any, **given: Any) -> tuple[Any, Any]:
+        updates, opt = tx.update(grads, opt, params, **given)
         return optax.apply_updates(params, updates), opt
 
     def fused(state: Any, batch: Any, frozen: bool) -> Any:
         value, carried, grads = gradients(state["params"], state["carried"], batch, frozen)
-        params, opt = update(grads, state["opt"], state["params"])
+        given = {"value": value.astype(jnp.float32)} if takes_value(plan) else {}
+        params, opt = update(grads, state["opt"], state["params"], **given)
         new = joined(state, params, opt, carried)
         if plan.projects:
             new["params"] = jax.lax.cond(
@@ -198,7 +244,7 @@ def batch_of(plan: Plan, step: int, number: int) -> Any:
     """
     is_last = bool(plan.epoch) and step % plan.epoch == 0
     rng = np.random.default_rng([plan.seed, step, number])
-    arrays = MODELS[plan.model].batch(rng, 1 if is_last else EXAMPLES)
+    arrays = ALL[plan.model].batch(rng, 1 if is_last else EXAMPLES)
     if plan.skips and step == SKIPPED_STEP:
         arrays = tuple(a * np.nan if a.dtype == np.float32 else a for a in arrays)
     mesh = mesh_of(plan.layout)
@@ -206,7 +252,7 @@ def batch_of(plan: Plan, step: int, number: int) -> Any:
     for position, array in enumerate(arrays):
         sharding: Any = SingleDeviceSharding(jax.devices()[0])
         if mesh is not None:
-            divisible = len(array) % mesh.size == 0
+            divisible = len(array) % mesh.size == 0 and not plan.layout.startswith("explicit")
             spec = PartitionSpec(mesh.axis_names) if divisible else PartitionSpec()
             sharding = NamedSharding(mesh, spec)
         whole = jax.device_put(array, sharding)
