@@ -42,7 +42,7 @@ from adacheck_jax.device import transfer
 from adacheck_jax.state import exported_update
 from tests import support
 from tests.campaigns import command
-from tests.save.test_checks import kinds
+from tests.save.loop import kinds
 
 OPTIONS: dict[str, dict[str, Any]] = {
     "auto": {},

@@ -1,7 +1,6 @@
 """Replicas that differ are found and named; replicas that do not never are."""
 
 import json
-import logging
 import random
 
 import jax
@@ -20,10 +19,10 @@ from adacheck_jax.device.sharding import Holder, holders_of
 from adacheck_jax.errors import ReplicaError
 from adacheck_jax.format.boxes import Box
 from adacheck_jax.format.manifest import Leaf
-from adacheck_jax.store.steps import lookup
 from adacheck_jax.tools import replica_report
 from tests import support
 from tests.processes import launch
+from tests.save.loop import Loop, manifest_of
 from tests.strategies import DTYPES, any_bits
 
 
@@ -159,22 +158,13 @@ def random_state(seed):
 
 @pytest.mark.first(2)
 @pytest.mark.parametrize("seed", range(20))
-def test_two_hundred_random_shardings_raise_no_alarm(seed):
+def test_random_shardings_raise_no_alarm(engine, seed):
     state = random_state(seed)
     shards = sum(len(x.sharding.device_set) for x in state.values())
     report = replica_report(state)
     assert report.divergences == ()
     assert 0 < report.replica_count <= shards
     assert "all equal" in str(report)
-
-
-@pytest.mark.first(1)
-@pytest.mark.parametrize("seed", range(4))
-def test_random_shardings_raise_no_alarm_by_the_device_engine(seed, monkeypatch):
-    monkeypatch.setattr(fingerprint, "hashes_on_device", lambda x: isinstance(x, jax.Array))
-    report = replica_report(random_state(seed))
-    assert report.divergences == ()
-    assert report.replica_count
 
 
 def test_any_leaf_may_be_in_a_state(engine):
@@ -194,76 +184,74 @@ def test_any_leaf_may_be_in_a_state(engine):
     report = replica_report(state)
     assert report == replicas.ReplicaReport(7, 2, 16, ())
     assert replica_report({}) == replicas.ReplicaReport(0, 0, 0, ())
-
-
-def test_a_key_that_differs_is_found(engine):
-    whole = NamedSharding(mesh_of((8,)), P())
-    data = with_flipped_bit(jax.device_put(jax.random.key_data(jax.random.key(1)), whole), {2})
-    key = jax.random.wrap_key_data(data)
-    (found,) = replica_report({"rng": key}).divergences
-    assert (found.path, found.devices, found.box) == ("rng", ("cpu:2",), Box((0,), (2,)))
-
-
-def test_the_report_leaves_the_state_as_it_was():
-    array = jax.device_put(jnp.arange(8.0), NamedSharding(mesh_of((8,)), P()))
-    replica_report(array)
     donate = jax.jit(lambda x: x + 1, donate_argnums=0)
-    assert donate(array)[0] == 1
+    assert donate(state["scalar"]) == 2.5, "the state is left as it was"
+    data = with_flipped_bit(jax.device_put(jax.random.key_data(jax.random.key(1)), whole), {2})
+    (found,) = replica_report({"rng": jax.random.wrap_key_data(data)}).divergences
+    assert (found.path, found.devices, found.box) == ("rng", ("cpu:2",), Box((0,), (2,)))
 
 
 def leaf_of(shape, cuts=None, owners=(0,)):
     return Leaf("w", shape, "float32", 4, None, cuts or tuple((0, n) for n in shape), owners)
 
 
-def site(holders, path="w"):
-    return replicas.Site(0, path, Box((0, 8), (4, 16)), tuple(holders))
-
-
 def holders_on(processes, each):
     return [Holder(p, p * each + i, "gpu") for p in range(processes) for i in range(each)]
 
 
-@pytest.mark.parametrize(
-    ("values", "named", "agreeing", "tie"),
-    [
-        ("aaab", [3], 3, False),
-        ("abbb", [0], 3, False),
-        ("aabc", [2, 3], 2, False),
-        ("aabb", [0, 1, 2, 3], 2, True),
-        ("abcd", [0, 1, 2, 3], 1, True),
-        ("ab", [0, 1], 1, True),
-    ],
-)
-def test_the_minority_is_named_or_all_in_a_tie(values, named, agreeing, tie):
-    holders = holders_on(2, len(values) // 2)
-    sums = {site(holders): dict(zip(holders, map(ord, values), strict=True))}
-    (found,) = replicas.compare(sums)
-    assert found.devices == tuple(f"gpu:{i}" for i in named)
-    assert found.processes == tuple(i // (len(values) // 2) for i in named)
-    assert (found.agreeing_count, found.is_tie) == (agreeing, tie)
-    assert found.replica_count == len(values)
+def held(values):
+    """An array of which each device holds the number of its letter."""
+    sharding = NamedSharding(mesh_of((len(values),), devices=jax.devices()[: len(values)]), P())
+    pairs = zip(values, jax.devices(), strict=False)
+    buffers = [jax.device_put(np.full(8, ord(v), np.float32), device) for v, device in pairs]
+    return jax.make_array_from_single_device_arrays((8,), sharding, buffers)
 
 
-def test_equal_sums_are_no_divergence():
-    holders = holders_on(2, 2)
-    assert replicas.compare({site(holders): dict.fromkeys(holders, 7)}) == ()
-    assert replicas.compare({site(holders): {}, site(holders, "v"): {holders[0]: 7}}) == ()
+VALUES = [
+    ("aaab", [3], False, "cpu:3 (process 0) differs from 3 replicas that agree", 0),
+    ("abbb", [0], False, "cpu:0 (process 0) differs from 3 replicas that agree", 1),
+    ("aabc", [2, 3], False, "cpu:2 (process 0), cpu:3 (process 0) differ from 2 replicas", 0),
+    ("aabb", [0, 1, 2, 3], True, "the 4 replicas on", 0),
+    ("abcd", [0, 1, 2, 3], True, "the 4 replicas on", 0),
+    ("abcc", [0, 1], False, "differ from 2 replicas that agree", 2),
+    ("ab", [0, 1], True, "cpu:0 (process 0), cpu:1 (process 0) differ, with no majority", 0),
+]
 
 
-def test_a_divergence_reads_well():
-    holders = holders_on(2, 2)
-    (found,) = replicas.compare({site(holders): dict(zip(holders, [1, 1, 1, 2], strict=True))})
-    assert str(found) == "w[0:4, 8:16]: gpu:3 (process 1) differs from 3 replicas that agree"
-    (tie,) = replicas.compare({site(holders[:2]): dict(zip(holders, [1, 2], strict=False))})
-    assert str(tie) == (
-        "w[0:4, 8:16]: the 2 replicas on gpu:0 (process 0), gpu:1 (process 0) differ, with no "
-        "majority"
+@pytest.mark.parametrize(("values", "named", "is_tie", "told", "lead"), VALUES)
+def test_the_minority_is_named_and_the_next_saves_follow_the_majority(
+    tmp_path, caplog, values, named, is_tie, told, lead
+):
+    state = {"w": held(values)}
+    report = replica_report(state)
+    (found,) = report.divergences
+    assert found.devices == tuple(f"cpu:{i}" for i in named)
+    assert found.is_tie == is_tie
+    assert (found.agreeing_count, found.replica_count) == (
+        max(map(values.count, values)),
+        len(values),
     )
-    assert "1 box of 1 leaf" in str(replicas.ReplicaReport(1, 1, 4, (found,)))
-    assert "2 boxes of 1 leaf" in str(replicas.ReplicaReport(1, 2, 4, (found, tie)))
+    assert str(found).startswith("w[0:8]: ")
+    assert told in str(found)
+    assert "1 box of 1 leaf" in str(report)
+    handler = adacheck.AdaCheckHandler()
+    with support.manager_of(tmp_path, handler) as manager:
+        for step, position in ((1, 0), (2, lead)):  # the first was staged before anybody knew
+            manager.save(step, args=adacheck.SaveArgs(state))
+            manager.wait_until_finished()
+            args = adacheck.RestoreArgs({"w": jnp.zeros(8)})
+            assert manager.restore(step, args=args)["w"][0] == ord(values[position])
+            assert handler.restored.replica == f"cpu:{position}"
+    first, second = warnings_in(caplog)
+    assert ("with which most agree" in first) == bool(lead)
+    assert f"as the replica of cpu:{lead} has them" in second
 
 
-def broken(state, path_of=lambda s: s["params"]["in"], name="bias", device=5):
+def params_of(state):
+    return state["params"]["in"]
+
+
+def broken(state, path_of=params_of, name="bias", device=5):
     """A copy of a run's state with one bit of one replica flipped."""
     copied = jax.tree.map(jnp.copy, state)
     path_of(copied)[name] = with_flipped_bit(path_of(copied)[name], {device}, byte=7)
@@ -275,88 +263,56 @@ def warnings_in(caplog):
     return [record.getMessage() for record in caplog.records if record.name == name]
 
 
-@pytest.mark.slow
-@pytest.mark.covering(1)
-@pytest.mark.parametrize("asynchronous", [True, False], ids=["async", "sync"])
-def test_a_manager_warns_once_and_saves(tmp_path, caplog, engine, asynchronous):
-    run = support.dict_run(support.mesh_of((4, 2)))
-    handler = adacheck.AdaCheckHandler(run.recorder)
-    options = {"enable_async_checkpointing": asynchronous}
-    with support.manager_of(tmp_path, handler, **options) as manager:
-        saved = support.save_steps(manager, run, 2)
-        assert warnings_in(caplog) == []
-        run.advance()
-        saved[3] = support.host_copy(run.state)
-        manager.save(3, args=adacheck.SaveArgs(broken(run.state)))
-        manager.wait_until_finished()
+@pytest.mark.parametrize(
+    ("mode", "is_async", "engine"),
+    [
+        ("warn", True, "host"),
+        ("raise", True, "device"),
+        ("off", True, "host"),
+        *(pytest.param(x, False, "host", marks=pytest.mark.slow) for x in ("warn", "raise")),
+        pytest.param("warn", True, "device", marks=pytest.mark.slow),
+    ],
+    indirect=["engine"],
+)
+def test_a_manager_warns_once_or_refuses_the_step(
+    tmp_path, caplog, monkeypatch, mode, is_async, engine
+):
+    """Or looks at no replica."""
+    asked, shards = [], fingerprint._replica_shards
+    monkeypatch.setattr(fingerprint, "_replica_shards", lambda *a: asked.append(a) or shards(*a))
+    manager = {"enable_async_checkpointing": is_async}
+    loop = Loop(tmp_path, support.dict_run(support.mesh_of((4, 2))), manager=manager)
+    loop.options["check_replicas"] = mode
+    loop.manager.close()
+    loop.open()
+    loop.save(2)
+    assert bool(asked) == (mode != "off")
+    assert not warnings_in(caplog)
+    loop.train()
+    args = adacheck.SaveArgs(broken(loop.run.state))
+
+    def save() -> None:
+        loop.manager.save(3, args=args)
+        loop.manager.wait_until_finished()
+
+    if mode == "raise":
+        with pytest.raises(ReplicaError, match=r"params/in/bias.*cpu:5.*not saved"):
+            save()
+        loop.manager.reload()
+    else:
+        loop.note()  # the lead has the right bits
+        save()
+    loop.save(2)
+    loop.check()
+    if mode == "warn":
         (message,) = warnings_in(caplog)
         assert "step 3: 1 box of 1 leaf" in message
         assert "params/in/bias[0:128]: cpu:5 (process 0) differs from 7 replicas" in message
-        run.advance()
-        saved[4] = support.host_copy(run.state)
-        manager.save(4, args=adacheck.SaveArgs(run.state))
-        manager.wait_until_finished()
-        assert manager.all_steps() == [1, 2, 3, 4]
-        assert len(warnings_in(caplog)) == 1
-        target = adacheck.RestoreArgs(support.abstract(run.state))
-        for step, expected in saved.items():
-            support.assert_same_bits(manager.restore(step, args=target), expected)
-
-
-@pytest.mark.slow
-@pytest.mark.covering(1)
-@pytest.mark.parametrize("asynchronous", [True, False], ids=["async", "sync"])
-@pytest.mark.parametrize("first", [True, False], ids=["base", "delta"])
-def test_a_manager_refuses_a_step_whose_replicas_differ(tmp_path, caplog, asynchronous, first):
-    run = support.dict_run(support.mesh_of((4, 2)))
-    handler = adacheck.AdaCheckHandler(run.recorder, check_replicas="raise")
-    options = {"enable_async_checkpointing": asynchronous}
-    with support.manager_of(tmp_path, handler, **options) as manager:
-        good = {} if first else support.save_steps(manager, run, 2)
-        run.advance()
-
-        def save_a_broken_one():
-            manager.save(run.count, args=adacheck.SaveArgs(broken(run.state)))
-            manager.wait_until_finished()
-
-        with pytest.raises(ReplicaError, match=r"params/in/bias.*cpu:5.*not saved"):
-            save_a_broken_one()
-        good |= support.save_steps(manager, run, 2)
-        manager.reload()
-        assert manager.all_steps() == list(good)
-        target = adacheck.RestoreArgs(support.abstract(run.state))
-        for step, expected in good.items():
-            support.assert_same_bits(manager.restore(step, args=target), expected)
-    assert warnings_in(caplog) == []
-
-
-@pytest.mark.first(1)
-@pytest.mark.parametrize("device", range(8))
-def test_a_base_of_differing_replicas_is_restored_as_one_of_them(tmp_path, caplog, device):
-    good = jax.device_put(jnp.arange(64.0), NamedSharding(mesh_of((8,)), P()))
-    state = {"x": with_flipped_bit(good, {device}, byte=130)}
-    with support.manager_of(tmp_path, adacheck.AdaCheckHandler()) as manager:
-        manager.save(1, args=adacheck.SaveArgs(state))
-        manager.wait_until_finished()
-        (message,) = warnings_in(caplog)
-        assert "as the replica of cpu:0 has them" in message
-        restored = manager.restore(1, args=adacheck.RestoreArgs({"x": good}))
-        support.assert_same_bits(restored, support.host_copy(state))
-
-
-def test_off_is_silent_and_looks_at_no_replica(tmp_path, caplog, monkeypatch):
-    asked = []
-    original = fingerprint._replica_shards
-    monkeypatch.setattr(fingerprint, "_replica_shards", lambda *a: asked.append(a) or original(*a))
-    run = support.dict_run(support.mesh_of((4, 2)))
-    run.advance()
-    for mode, count in (("off", 0), ("warn", 1)):
-        handler = adacheck.AdaCheckHandler(check_replicas=mode)
-        with support.manager_of(tmp_path / mode, handler) as manager:
-            manager.save(1, args=adacheck.SaveArgs(broken(run.state)))
-            manager.wait_until_finished()
-            assert manager.all_steps() == [1]
-        assert (len(asked), len(warnings_in(caplog))) == (count, count)
+        assert {each.levelname for each in caplog.records if "cpu:5" in each.getMessage()} == {
+            "WARNING"
+        }
+    else:
+        assert not warnings_in(caplog)
 
 
 def test_only_a_few_divergences_are_named(tmp_path, caplog):
@@ -370,21 +326,6 @@ def test_only_a_few_divergences_are_named(tmp_path, caplog):
     assert "leaf2" in message
     assert "leaf3" not in message
     assert "and 7 more" in message
-
-
-def test_an_unknown_mode_is_refused():
-    with pytest.raises(ValueError, match=r"check_replicas.*'warn', 'raise', 'off'"):
-        adacheck.AdaCheckHandler(check_replicas="maybe")
-
-
-def test_the_documented_level_is_a_warning(tmp_path, caplog):
-    good = jax.device_put(jnp.arange(8.0), NamedSharding(mesh_of((8,)), P()))
-    sites, leaf = replicas.replicated_sites(["w"], [good]), leaf_of((8,))
-    check = replicas.ReplicaCheck("warn", sites, [leaf], grid_of([good]), Lead())
-    sums = {0: {Box((0,), (8,)): {Holder(0, i, "cpu"): int(i == 3) for i in range(8)}}}
-    with caplog.at_level(logging.INFO):
-        check.settle(1, [json.loads(json.dumps(check.part(sums)))])
-    assert [record.levelname for record in caplog.records] == ["WARNING"]
 
 
 def test_processes_compare_one_sum_a_box():
@@ -475,29 +416,15 @@ def judged(values, owners=(0,), cuts=None, lead=None):
     return check.settle(7, [part, {"shared": [], "divergent": []}])
 
 
-@pytest.mark.parametrize(
-    ("values", "replica", "lead"),
-    [
-        ("aaab", "gpu:0", 0),
-        ("abbb", "gpu:0", 1),
-        ("aabb", "gpu:0", 0),
-        ("abcd", "gpu:0", 0),
-        ("abcc", "gpu:0", 2),
-    ],
-)
-def test_the_next_saves_follow_the_majority(caplog, values, replica, lead):
-    expected = replicas.Verdict(replica, Lead(lead, is_apart=True), frozenset({0}))
-    assert judged(values) == expected
-    (message,) = warnings_in(caplog)
-    assert ("with which most agree" in message) == bool(lead)
-
-
 def test_a_step_that_several_processes_wrote_of_several_replicas_is_refused():
     halves = ((0, 4, 8),)
     assert judged("aaab", owners=(0, 1), cuts=halves).replica == "gpu:0"  # of 2, the same bits
     assert judged("aabb", owners=(1,)).replica == "gpu:2"
     with pytest.raises(ReplicaError, match=r"parts of several replicas.*a base"):
         judged("aabb", owners=(0, 1), cuts=halves)
+
+
+FULL = {"shadow": adacheck.Shadow(on_devices=True)}
 
 
 def apart(mesh, recorder):
@@ -514,11 +441,7 @@ def apart(mesh, recorder):
 
 
 @pytest.mark.covering(1, quick=0)
-@pytest.mark.parametrize(
-    "options",
-    [{}, {"shadow": None}, {"shadow": adacheck.Shadow(on_devices=True)}, {"delta": "bits"}],
-    ids=str,
-)
+@pytest.mark.parametrize("options", [{}, {"shadow": None}, FULL, {"delta": "bits"}], ids=str)
 @pytest.mark.parametrize("count", [2, 4])
 def test_every_step_of_replicas_that_drift_apart_is_one_of_them(tmp_path, options, count):
     mesh = support.mesh_of((count,))
@@ -551,64 +474,42 @@ def test_every_step_of_replicas_that_drift_apart_is_one_of_them(tmp_path, option
 
 
 def test_the_lead_is_left_where_most_replicas_agree_without_it(tmp_path):
-    run = support.dict_run(support.mesh_of((4, 2)))
-    handler = adacheck.AdaCheckHandler(run.recorder)
-    with support.manager_of(tmp_path, handler) as manager:
-        run.advance()
-        bad = broken(run.state, device=0)
-        manager.save(1, args=adacheck.SaveArgs(bad))
-        manager.wait_until_finished()
-        run.advance()
-        good = support.host_copy(run.state)
-        assert not handler.record_step(broken(run.state, device=0), 2)  # a base is due
-        manager.save(2, args=adacheck.SaveArgs(broken(run.state, device=0)))
-        manager.wait_until_finished()
-        saved = support.save_steps(manager, run, 2)
-        found = {n: lookup.resolve(tmp_path / str(n) / "default").manifest for n in range(1, 5)}
-        assert [each.replica for each in found.values()] == ["cpu:0", "cpu:1", "", ""]
-        assert "another one is saved" in found[2].reason
-        args = adacheck.RestoreArgs(support.abstract(run.state))
-        support.assert_same_bits(manager.restore(1, args=args), support.host_copy(bad))
-        saved[2] = good
-        for step, expected in saved.items():
-            support.assert_same_bits(manager.restore(step, args=args), expected)
+    loop = Loop(tmp_path, support.dict_run(support.mesh_of((4, 2))))
+    state = loop.train()
+    bad = broken(state, device=0)
+    loop.manager.save(1, args=adacheck.SaveArgs(bad))
+    loop.manager.wait_until_finished()
+    loop.states[1] = support.host_copy(bad)
+    bad = broken(loop.train(), device=0)
+    assert not loop.handler.record_step(bad, 2)  # a base is due
+    loop.manager.save(2, args=adacheck.SaveArgs(bad))
+    loop.manager.wait_until_finished()
+    loop.note()
+    loop.save(2)
+    assert loop.check() == "BBRR"
+    found = [manifest_of(tmp_path, step) for step in (1, 2, 3, 4)]
+    assert [each.replica for each in found] == ["cpu:0", "cpu:1", "", ""]
+    assert "another one is saved" in found[1].reason
 
 
 def record_of(state):
-    return find_record(state["opt_state"])["in"]
-
-
-def find_record(opt_state):
-    return next(x.adacheck_record for x in opt_state if hasattr(x, "adacheck_record"))
+    return next(x.adacheck_record for x in state["opt_state"] if hasattr(x, "adacheck_record"))[
+        "in"
+    ]
 
 
 @pytest.mark.slow
 @pytest.mark.covering(1)
 @pytest.mark.parametrize("mode", ["warn", "off"])
-@pytest.mark.parametrize(
-    "path_of", [lambda s: s["params"]["in"], record_of], ids=["param", "record"]
-)
+@pytest.mark.parametrize("path_of", [params_of, record_of], ids=["param", "record"])
 def test_a_bit_that_another_device_looks_at_is_not_lost_in_silence(tmp_path, mode, path_of):
     run = support.dict_run(support.mesh_of((4, 2)))
-    handler = adacheck.AdaCheckHandler(run.recorder, shadow=None, check_replicas=mode)
-    with support.manager_of(tmp_path, handler) as manager:
-        saved = support.save_steps(manager, run, 2)
-        run.advance()
-        state = jax.block_until_ready(broken(run.state, path_of, device=0))
-        if mode == "warn":  # the device that takes this element has another replica
-            with pytest.raises(ReplicaError, match=r"those of \S+in/bias differ"):
-                save_and_wait(manager, 3, state)
-        else:
-            saved[3] = support.host_copy(state)
-            save_and_wait(manager, 3, state)  # each device takes all: it is found, and stored
-        saved |= support.save_steps(manager, run, 3)
-        manager.reload()
-        assert list(manager.all_steps()) == list(saved)
-        target = adacheck.RestoreArgs(support.abstract(run.state))
-        for step, expected in saved.items():
-            support.assert_same_bits(manager.restore(step, args=target), expected)
-
-
-def save_and_wait(manager, step, state):
-    manager.save(step, args=adacheck.SaveArgs(state))
-    manager.wait_until_finished()
+    loop = Loop(tmp_path, run, shadow=None, check_replicas=mode)
+    loop.save(2)
+    state = jax.block_until_ready(broken(loop.train(), path_of, device=0))
+    loop.states[3] = support.host_copy(state)
+    loop.manager.save(3, args=adacheck.SaveArgs(state))
+    if mode == "warn":  # the device that takes this element has another replica
+        loop.fail(ReplicaError, r"those of \S+in/bias differ")
+    loop.save(3)  # else each device takes all: it is found, and stored
+    loop.check()

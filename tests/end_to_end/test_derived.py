@@ -27,8 +27,8 @@ from tests.end_to_end.test_state_kinds import (
     kinds,
     stored_paths,
 )
+from tests.save.loop import assert_all_restorable
 from tests.save.test_background_bases import bases_of, trained
-from tests.save.test_checks import assert_all_restorable
 from tests.support import Program, Run, assert_same_bits, host_copy, manager_of, mesh_of, save_steps
 
 OTHERS = [(1, 1), (8, 1)]

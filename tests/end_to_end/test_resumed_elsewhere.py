@@ -24,7 +24,7 @@ from adacheck_jax.tools.handover import copying
 from adacheck_jax.tools.recorded import RecordedSteps
 from adacheck_jax.tools.report.statistics import statistics_of
 from tests import support
-from tests.save.test_checks import assert_all_restorable, deltas_of, kinds
+from tests.save.loop import assert_all_restorable, deltas_of, kinds
 from tests.support import (
     Program,
     Run,

@@ -92,21 +92,24 @@ def test_an_error_of_the_loop_is_seen(way, point, kind, tmp_path, monkeypatch, c
     else:
         assert shown(found)[1:] == ["OSError", "StorageError", "StorageError"]
     storage.come_back()
-    loop.check(lost=(3, 4, 5))
+    loop.held(lost=(3, 4, 5))
 
 
-def test_an_error_of_the_loop_loses_no_step_that_storage_takes(tmp_path):
-    loop, error = Loop(tmp_path), ZeroDivisionError()
+@pytest.mark.parametrize("error", [None, ZeroDivisionError()], ids=["orderly", "an error"])
+def test_no_step_is_lost_that_storage_takes_while_the_manager_is_closed(error, tmp_path):
+    loop = Loop(tmp_path)
 
     def steps() -> None:
         loop.step(2)
-        loop.run.advance()
-        loop.states[3] = support.host_copy(loop.run.state)
-        assert loop.manager.handler.record_step(loop.run.state, 3)
+        assert loop.keep(3) == "rrr"
 
-    assert seen(loop.manager, error, loop=steps) is error
-    assert not hasattr(error, "__notes__")
-    loop.check()
+    if error is None:
+        with loop.manager:
+            steps()
+    else:
+        assert seen(loop.manager, error, loop=steps) is error
+        assert not hasattr(error, "__notes__")
+    assert loop.held()[5] == [3, 4, 5]
 
 
 def test_an_orderly_end_inside_a_handler_waits_as_any_other(tmp_path, monkeypatch):
@@ -128,7 +131,7 @@ def test_an_orderly_end_inside_a_handler_waits_as_any_other(tmp_path, monkeypatc
             loop.step(2)
             monkeypatch.setattr(storage, "_ask", back_later)
     assert not [*tries], "it was tried several times"
-    loop.check()
+    loop.held()
 
 
 @pytest.mark.parametrize("way", ["with", "finally"])
@@ -148,7 +151,7 @@ def test_storage_that_hangs_does_not_hold_an_error_up(mode, way, tmp_path, monke
     assert f"the save of step 3 to end, found it goes on{behind}. The manager is not" in said
     storage.come_back()
     loop.manager.close()
-    loop.check()
+    loop.held()
 
 
 @pytest.mark.parametrize("mode", ["refuse", "hang"])

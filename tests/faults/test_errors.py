@@ -25,7 +25,6 @@ from adacheck_jax.errors import (
     RecorderError,
     StorageError,
 )
-from adacheck_jax.format import manifest
 from adacheck_jax.store.steps import folders, manifest_file
 from adacheck_jax.store.storage.location import located
 from adacheck_jax.tools.handover import copying
@@ -34,6 +33,7 @@ from adacheck_jax.tools.steps import InputError
 from adacheck_jax.update import exported_program
 from adacheck_jax.update.program import Kept
 from tests import support
+from tests.save.loop import Loop
 from tests.support import abstract, assert_same_bits, host_copy, manager_of, mesh_of, save_steps
 
 
@@ -447,59 +447,52 @@ class TestPlaces:
         ):
             manager.save(1, args=adacheck.SaveArgs({"name": "text", "x": jnp.ones(3)}))
 
-    def test_negative_max_deltas(self):
-        with pytest.raises(ValueError, match="max_deltas to be an int >= 0"):
-            adacheck.AdaCheckHandler(max_deltas=-1)
-
-    def test_failures_that_memory_survives_without_memory(self):
-        policy = adacheck.AdaptivePolicy(3600.0, storage_mtbf_s=86_400.0)
-        for shadow in (None, adacheck.Shadow()):
-            with pytest.raises(ValueError, match="every failure needs storage"):
-                adacheck.AdaCheckHandler(max_deltas=policy, shadow=shadow)
-
-    @pytest.mark.parametrize("option", ["delta", "compression", "check_replicas"])
-    def test_an_option_that_does_not_exist(self, option):
-        with pytest.raises(ValueError, match=rf"{option} to be one of .*'\), found 'zip'"):
-            adacheck.AdaCheckHandler(**{option: "zip"})
-
     @pytest.mark.parametrize(
-        ("settings", "told"),
+        ("make", "told"),
         [
-            ({"bytes": 0}, "None or an int > 0, found 0.*Write shadow=None"),
-            ({"on_devices": "yes"}, "on_devices=.*True or False, found 'yes'"),
-            ({"background_bases": None}, "background_bases=.*True or False, found None"),
-            ({"on_devices": True, "bytes": 10}, "neither bytes nor a directory"),
-            ({"copies": 2}, r"a directory with Shadow\(copies=2\), found none.*leave copies out"),
-            ({"directory": __file__}, "to be a directory, found a file at .*Name another place"),
+            (lambda: handler(max_deltas=-1), "max_deltas to be an int >= 0"),
+            (lambda: handler(max_deltas=SURVIVING, shadow=None), "every failure needs storage"),
+            (lambda: handler(max_deltas=SURVIVING), "every failure needs storage"),
+            *(
+                (lambda x=x: handler(**{x: "zip"}), rf"{x} to be one of .*'\), found 'zip'")
+                for x in ("delta", "compression", "check_replicas")
+            ),
+            (lambda: handler(shadow=False), "shadow to be a Shadow or None, found False"),
+            (lambda: shadow(bytes=0), "None or an int > 0, found 0.*Write shadow=None"),
+            (lambda: shadow(on_devices="yes"), "on_devices=.*True or False, found 'yes'"),
+            (lambda: shadow(background_bases=None), "background_bases=.*True or False, found None"),
+            (lambda: shadow(on_devices=True, bytes=10), "neither bytes nor a directory"),
+            (
+                lambda: shadow(copies=2),
+                r"a directory with Shadow\(copies=2\), found none.*leave copies out",
+            ),
+            (
+                lambda: shadow(directory=__file__),
+                "to be a directory, found a file at .*Name another place",
+            ),
         ],
         ids=str,
     )
-    def test_settings_of_a_shadow_that_do_not_exist(self, settings, told):
+    def test_options_that_do_not_exist(self, make, told):
         with pytest.raises(ValueError, match=told):
-            adacheck.Shadow(**settings)
+            make()
 
-    def test_a_shadow_that_is_none(self):
-        with pytest.raises(ValueError, match="shadow to be a Shadow or None, found False"):
-            adacheck.AdaCheckHandler(shadow=False)
+
+handler, shadow = adacheck.AdaCheckHandler, adacheck.Shadow
+SURVIVING = adacheck.AdaptivePolicy(3600.0, storage_mtbf_s=86_400.0)
 
 
 def test_a_failed_save_is_raised_once_and_the_next_one_is_a_base(tmp_path, monkeypatch):
-    run = support.dict_run(mesh_of((4, 2)))
-    handler = adacheck.AdaCheckHandler(run.recorder)
-    with manager_of(tmp_path, handler) as manager:
-        saved = save_steps(manager, run, 2)
-        with monkeypatch.context() as patch:
+    loop = Loop(tmp_path, support.dict_run(mesh_of((4, 2))))
+    loop.save(2)
+    with monkeypatch.context() as patch:
 
-            def full(*_args, **_kwargs):
-                raise OSError(28, "No space left on device")
+        def full(*_args, **_kwargs):
+            raise OSError(28, "No space left on device")
 
-            patch.setattr("adacheck_jax.store.packs.writer.write_pack", full)
-            manager.save(3, args=adacheck.SaveArgs(run.advance()))
-            with pytest.raises(StorageError, match=r"/3/default: .*No space left"):
-                manager.wait_until_finished()
-        manager.reload()
-        saved |= save_steps(manager, run, 2)
-        assert isinstance(manifest_file.read(tmp_path / "4" / "default"), manifest.BaseManifest)
-        assert isinstance(manifest_file.read(tmp_path / "5" / "default"), manifest.DeltaManifest)
-    for step in (1, 2, 4, 5):
-        assert_same_bits(restore(tmp_path, step, abstract(run.state)), saved[step])
+        patch.setattr("adacheck_jax.store.packs.writer.write_pack", full)
+        loop.train()
+        loop.put()
+        loop.fail(StorageError, r"/3/default: .*No space left")
+    loop.save(2)
+    assert loop.check() == "BRBR"

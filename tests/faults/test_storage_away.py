@@ -23,9 +23,9 @@ from adacheck_jax.save import pending
 from adacheck_jax.save.line import kept
 from adacheck_jax.store import claims
 from adacheck_jax.store.packs import writer
-from adacheck_jax.store.steps import manifest_file, roots
-from adacheck_jax.store.storage.location import located
-from tests import support
+from adacheck_jax.store.steps import manifest_file
+from tests.save.loop import Loop as Saving
+from tests.save.loop import holders, manifest_of
 
 POINTS: dict[str, tuple[Any, str]] = {
     "rename": (async_path, "rename"),
@@ -87,27 +87,27 @@ class Clock:
         return self.s
 
 
-class Loop:
-    """A training loop that saves each step, and remembers the states."""
+class Loop(Saving):
+    """A loop whose manager keeps what storage refuses."""
 
     def __init__(self, root: Any, kept: int | None = None, **options: Any) -> None:
-        self.run, self.root = support.dict_run(support.mesh_of((1, 1))), root
-        self.states: dict[int, Any] = {}
-        self.manager = adacheck.checkpoint_manager(
-            str(root), self.run.recorder, max_to_keep=kept, **options
+        self._kept = kept
+        super().__init__(root, **options)
+
+    def open(self) -> None:
+        self.manager: Any = adacheck.checkpoint_manager(
+            str(self.root), self.run.recorder, max_to_keep=self._kept, **self.options
         )
-        self.clock = Clock(self.manager)
+        self.handler, self.clock = self.manager.handler, Clock(self.manager)
 
     def step(self, count: int = 1) -> None:
         for _ in range(count):
-            self.run.advance()
-            self.states[self.run.count] = support.host_copy(self.run.state)
-            assert self.manager.save(self.run.count, args=adacheck.SaveArgs(self.run.state))
+            self.train()
+            self.put()
 
     def until_away(self, storage: Storage, count: int = 2) -> None:
         """Saves some steps, and one more into a storage that is away by then."""
-        self.step(count)
-        self.manager.wait_until_finished()
+        self.save(count)
         storage.leave()
         self.step()
         if storage.mode == "refuse":
@@ -125,23 +125,13 @@ class Loop:
         if (thread := self.manager._finalize_thread.get()) is not None:
             threading.Thread.join(thread, 60)
 
-    def check(self, lost: tuple[int, ...] = ()) -> dict[int, list[int]]:
+    def held(self, lost: tuple[int, ...] = ()) -> dict[int, list[int]]:
         """Restores every step; gives those that each directory holds."""
-        held: dict[int, list[int]] = {}
-        for each in roots.steps_of(located(str(self.root))):
-            assert each.error is None, each.error
-            found = each.manifest
-            recorded = () if isinstance(found, BaseManifest) else found.recorded
-            held[each.step] = [*(x.step for x in recorded), each.step]
-        steps = sorted({step for every in held.values() for step in every})
-        assert steps == sorted(set(self.states) - {*lost})
-        target = support.abstract(self.run.state)
-        with adacheck.checkpoint_manager(str(self.root), max_to_keep=None) as manager:
-            assert manager.all_steps() == sorted(held)
-            for step in steps:
-                args = adacheck.RestoreArgs(target)
-                support.assert_same_bits(manager.restore(step, args=args), self.states[step])
-        return held
+        for step in lost:
+            del self.states[step]
+        self.verify()
+        where = holders(self.root)
+        return {n: sorted(x for x in where if where[x] == n) for n in sorted({*where.values()})}
 
 
 def joined(held: dict[int, list[int]]) -> list[list[int]]:
@@ -178,7 +168,7 @@ def test_what_storage_refuses_is_written_when_it_is_back(point, tmp_path, monkey
         loop.until_failed()
         loop.step(2)
         manager.wait_until_finished()
-    assert joined(loop.check()) == [[5, 6], [7, 8, 9, 10], [11, 12]]
+    assert joined(loop.held()) == [[5, 6], [7, 8, 9, 10], [11, 12]]
     assert "Storage has refused steps" in caplog.text
     assert "Storage answers again" in caplog.text
     assert caplog.text.count("Storage has refused steps") == 3
@@ -198,7 +188,7 @@ def test_what_hangs_does_not_stop_the_loop(point, tmp_path, monkeypatch, caplog)
         loop.until_failed()
         loop.step()
         manager.wait_until_finished()
-    assert joined(loop.check()) == [[5, 6], [7, 8, 9, 10]]
+    assert joined(loop.held()) == [[5, 6], [7, 8, 9, 10]]
     assert caplog.text.count("A save has not ended for 61 s (storage is slow, or does not") == 1
 
 
@@ -250,7 +240,7 @@ def test_a_base_is_written_again_too(point, first, tmp_path, monkeypatch):
         manager.wait_until_finished()
         assert not loop.kept
         loop.step(2)
-    held = loop.check()
+    held = loop.held()
     assert held[first] == [first]
     kept = [each for each in held if first < each <= first + 5]
     assert [x for each in kept for x in held[each]] == [*range(first + 1, first + 6)]
@@ -281,7 +271,7 @@ def test_a_full_disk_takes_what_has_room(tmp_path, monkeypatch):
         assert manager.all_steps() == [1, 2, 3, 5, 9]
         room[0] = 100
         manager.wait_until_finished()
-    assert joined(loop.check()) == [[4, 5], [*range(6, 10)], [*range(10, 18)], [*range(18, 24)]]
+    assert joined(loop.held()) == [[4, 5], [*range(6, 10)], [*range(10, 18)], [*range(18, 24)]]
 
 
 def test_no_step_stays_that_retention_let_go(tmp_path, monkeypatch):
@@ -322,10 +312,6 @@ def test_an_old_step_that_cannot_be_deleted_is_deleted_later(tmp_path, monkeypat
         assert on_disk == manager.all_steps() == [8, 9, 10]
 
 
-def manifest_of(root, step):
-    return manifest_file.read(root / str(step) / "default")
-
-
 def test_a_manager_that_is_closed_writes_what_is_in_memory(tmp_path, monkeypatch):
     storage, loop = Storage(monkeypatch, "pack", "refuse"), Loop(tmp_path)
     monkeypatch.setattr(outage, "CLOSING_S", 60.0)
@@ -335,19 +321,7 @@ def test_a_manager_that_is_closed_writes_what_is_in_memory(tmp_path, monkeypatch
         loop.step(3)
         threading.Thread(target=lambda: storage.asked.wait(60) and storage.come_back()).start()
         storage.asked.clear()
-    assert loop.check()
-
-
-def test_an_error_names_the_steps_that_are_lost(tmp_path, monkeypatch):
-    storage, loop = Storage(monkeypatch, "pack", "refuse"), Loop(tmp_path)
-    loop.until_away(storage)
-    loop.step(2)
-    with pytest.raises(StorageError, match=r"Steps that are not written: 3 to 5\. They are kept"):
-        loop.manager.wait_until_finished()
-    with pytest.raises(StorageError, match=r"Steps that are not written: 3 to 5\. They are lost"):
-        loop.manager.close()
-    storage.come_back()
-    loop.check(lost=(3, 4, 5))
+    assert loop.held()
 
 
 @pytest.mark.parametrize("mode", ["refuse", "hang"])
@@ -367,7 +341,7 @@ def test_where_memory_is_full_a_save_waits_or_raises(mode, tmp_path, monkeypatch
             threading.Timer(0.2, storage.come_back).start()
             loop.step()
         else:
-            count = loop.run.count
+            count = loop.number
             with pytest.raises(
                 StorageError, match=f"Steps that are not written: 3 to {count}\\. They are kept"
             ):
@@ -376,7 +350,7 @@ def test_where_memory_is_full_a_save_waits_or_raises(mode, tmp_path, monkeypatch
             storage.come_back()
             loop.step()  # does not follow by one update
             assert not loop.kept
-    loop.check()
+    loop.held()
 
 
 def test_steps_that_are_not_one_update_apart_are_not_kept(tmp_path, monkeypatch):
@@ -384,44 +358,39 @@ def test_steps_that_are_not_one_update_apart_are_not_kept(tmp_path, monkeypatch)
     with loop.manager:
         loop.until_away(storage)
         loop.clock.s += 61
-        loop.run.advance()
+        loop.train()
         threading.Timer(0.2, storage.come_back).start()
         loop.step()
         assert not loop.kept
     assert isinstance(manifest_of(tmp_path, 5), BaseManifest)
-    loop.check()
+    loop.held()
 
 
 def test_a_policy_decides_first(tmp_path, monkeypatch):
     storage = Storage(monkeypatch, "pack", "refuse")
     loop = Loop(tmp_path, options=ocp.CheckpointManagerOptions(save_interval_steps=2))
-    manager, run = loop.manager, loop.run
-    with manager:
-        for _ in range(8):
-            if run.count == 2:
+    with loop.manager as manager:
+        for step in range(1, 9):
+            if step == 3:
                 manager.wait_until_finished()
                 storage.leave()
-            run.advance()
-            loop.states[run.count] = support.host_copy(run.state)
-            is_due = run.count % 2 == 0 or run.count == 1  # a first save is always due
+            state = loop.train()
+            loop.note()
+            is_due = step % 2 == 0 or step == 1  # a first save is always due
             if not is_due:
-                assert manager.handler.record_step(run.state, run.count)
-            assert manager.save(run.count, args=adacheck.SaveArgs(run.state)) == is_due
+                assert manager.handler.record_step(state, step)
+            assert manager.save(step, args=adacheck.SaveArgs(state)) == is_due
             loop.until_failed()
         storage.come_back()
-    loop.check()
+    loop.held()
 
 
 def test_metrics_are_not_left_out(tmp_path, monkeypatch):
-    storage, loop = Storage(monkeypatch, "pack", "refuse"), Loop(tmp_path)
     options = ocp.CheckpointManagerOptions(best_fn=lambda metrics: metrics["loss"])
-    loop.manager.close()
-    loop.manager = adacheck.checkpoint_manager(
-        str(tmp_path), loop.run.recorder, max_to_keep=None, options=options
-    )
+    storage, loop = Storage(monkeypatch, "pack", "refuse"), Loop(tmp_path, options=options)
     with loop.manager as manager:
         for step in range(1, 6):
-            state = loop.run.advance()
+            state = loop.train()
             if step == 3:
                 manager.wait_until_finished()
                 storage.leave()
@@ -443,23 +412,10 @@ def test_a_refused_step_may_be_saved_again_with_another_state(tmp_path, monkeypa
         loop.until_away(storage)
         storage.come_back()
         loop.run.advance()
-        loop.states[3] = support.host_copy(loop.run.state)
+        loop.note()
         assert not manager.save(3, args=adacheck.SaveArgs(loop.run.state))
         assert manager.save(3, args=adacheck.SaveArgs(loop.run.state), force=True)
-    loop.check()
-
-
-def test_steps_that_the_loop_recorded_are_written_when_the_manager_is_closed(tmp_path):
-    loop = Loop(tmp_path)
-    with loop.manager as manager:
-        loop.step(2)
-        for _ in range(3):
-            loop.run.advance()
-            loop.states[loop.run.count] = support.host_copy(loop.run.state)
-            assert manager.handler.record_step(loop.run.state, loop.run.count)
-        manager.wait_until_finished()
-        assert manager.latest_step() == 2
-    assert loop.check()[5] == [3, 4, 5]
+    loop.held()
 
 
 def test_what_follows_a_save_that_is_lost_is_named(tmp_path, monkeypatch):
@@ -477,13 +433,13 @@ def test_what_follows_a_save_that_is_lost_is_named(tmp_path, monkeypatch):
             patch.setattr("adacheck_jax.save.commit._committed", broken)
             storage.come_back()
             loop.until_failed()
-        loop.run.advance()
+        loop.train()
         with pytest.raises(
             StorageError, match=r"a mistake Step 3 is not saved, nor .* steps 4 to 5, wh"
         ):
             manager.save(6, args=adacheck.SaveArgs(loop.run.state))
         loop.step(2)
-    loop.check(lost=(3, 4, 5))
+    loop.held(lost=(3, 4, 5))
 
 
 @pytest.mark.slow
@@ -516,7 +472,7 @@ def test_a_bucket_that_refuses(kind, status, request, monkeypatch):
                 loop.step()
                 manager.wait_until_finished()
                 loop.step()
-        loop.check()
+        loop.held()
     finally:
         store.proxy.reset()
 
@@ -542,7 +498,7 @@ def test_a_look_that_hangs_does_not_stop_the_loop(tmp_path, monkeypatch):
         manager._keeping._look._look.result(60)
         loop.step()
         manager.wait_until_finished()
-    assert joined(loop.check()) == [[3, 4], [5, 6, 7, 8]]
+    assert joined(loop.held()) == [[3, 4], [5, 6, 7, 8]]
 
 
 def test_nothing_of_a_step_that_has_its_name_stays_in_memory(tmp_path):
@@ -569,7 +525,6 @@ def test_whatever_happens_no_step_is_lost(seed, tmp_path, monkeypatch):
     monkeypatch.setattr(outage, "_SLOWER", 0.0)
     storages = [Storage(monkeypatch, point, "") for point in POINTS]
     loop = Loop(tmp_path, **chance.choice([{}, {"max_deltas": 3}]))
-    manager, run = loop.manager, loop.run
     for _ in range(60):
         loop.clock.s += chance.choice([0, 1, 10])
         event = chance.choices(["save", "record", "leave", "back", "wait"], [12, 3, 3, 3, 1])[0]
@@ -577,11 +532,7 @@ def test_whatever_happens_no_step_is_lost(seed, tmp_path, monkeypatch):
         if event == "save":
             loop.step()
         elif event == "record":
-            run.advance()
-            loop.states[run.count] = support.host_copy(run.state)
-            if not manager.handler.record_step(run.state, run.count):
-                args = adacheck.SaveArgs(run.state)
-                assert manager.save(run.count, args=args, force=True)
+            loop.keep()
         elif event == "leave" and not is_away and loop.states:
             storage = chance.choice(storages)
             storage.mode = chance.choice(["refuse", "hang"])
@@ -590,8 +541,8 @@ def test_whatever_happens_no_step_is_lost(seed, tmp_path, monkeypatch):
             for each in storages:
                 each.come_back()
         elif event == "wait" and not is_away:
-            manager.wait_until_finished()
+            loop.manager.wait_until_finished()
     for each in storages:
         each.come_back()
-    manager.close()
-    loop.check()
+    loop.manager.close()
+    loop.held()

@@ -8,7 +8,6 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
-import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
@@ -29,149 +28,9 @@ from adacheck_jax.state.snapshot import Snapshots
 from adacheck_jax.update.binding import recorders_of
 from adacheck_jax.update.elements.host_fold import HostFold
 from tests import support
-from tests.memory.test_recovery import (
-    assert_same,
-    file_of,
-    handler_of,
-    recovered_run,
-    told,
-    wait_for_shadow,
-)
-from tests.save.test_checks import assert_all_restorable, deltas_of, kinds
-from tests.support import host_copy, manager_of, mesh_of, save_steps
-
-MESHES = pytest.mark.parametrize("shape", [(1, 1), (4, 2)], ids=["one device", "eight devices"])
-
-
-@pytest.fixture
-def memory(tmp_path) -> Path:
-    return tmp_path / "memory"
-
-
-@pytest.fixture
-def root(tmp_path) -> Path:
-    return tmp_path / "root"
-
-
-def checked(root: Path) -> list[str]:
-    return [each.checked for each in deltas_of(root).values()]
-
-
-@pytest.mark.slow
-@MESHES
-def test_the_next_save_after_a_recovery_is_a_delta_of_the_newest_step(root, memory, shape):
-    run = support.dict_run(mesh_of(shape))
-    with manager_of(root, handler_of(run.recorder, memory, records=True)) as manager:
-        saved = save_steps(manager, run, 3)
-    for count in (2, 4):
-        handler = handler_of(run.recorder, memory, records=True)
-        with manager_of(root, handler) as manager:
-            found = handler.recover(root, support.abstract(run.state))
-            assert found is not None
-            assert found[0] == run.count
-            assert handler.restored is not None
-            assert handler.restored.exact
-            assert (handler.restored.source, handler.restored.replayed_count) == ("memory", count)
-            assert_same(found[1], saved[run.count])
-            run.state = found[1]
-            saved |= save_steps(manager, run, 2)
-    assert kinds(root) == [*"BRRRRRR"]
-    assert checked(root) == ["sample"] * 6
-    assert_all_restorable(root, saved, run.state, mesh_of((2, 2)))
-
-
-def test_recorded_steps_are_recovered_also_onto_another_mesh(root, memory):
-    run = support.dict_run(mesh_of((4, 2)))
-    handler = handler_of(run.recorder, memory, records=True)
-    with manager_of(root, handler) as manager:
-        save_steps(manager, run, 2)
-        for _ in range(3):
-            run.advance()
-            assert handler.record_step(run.state, run.count)
-        expected = host_copy(run.state)
-        wait_for_shadow(handler)
-        handler.run.lines.only[1]._shadow.close()
-        for mesh in (mesh_of((2, 2)), mesh_of((1, 1))):
-            other = handler_of(run.recorder, memory, records=True)
-            wanted = support.abstract(run.state, mesh)
-            found = other.recover(root, wanted)
-            other.close()
-            assert found is not None
-            assert found[0] == 5
-            assert_same(found[1], expected)
-            shardings = [jax.tree.map(lambda x: x.sharding, each) for each in (found[1], wanted)]
-            assert shardings[0] == shardings[1]
-
-
-@pytest.mark.parametrize(
-    ("name", "after", "step"),
-    [("append", False, 2), ("append", True, 2), ("begin", False, 2), ("begin", True, 3)],
-)
-def test_a_step_is_the_files_once_its_header_is_there(root, memory, monkeypatch, name, after, step):
-    run = support.dict_run(mesh_of((1, 1)))
-    handler, inner = handler_of(run.recorder, memory, records=True), getattr(RecordLog, name)
-
-    def ends(*args: Any, **options: Any) -> Any:
-        if after:
-            inner(*args, **options)
-        raise RuntimeError("the process ends here")
-
-    with manager_of(root, handler) as manager:
-        states = save_steps(manager, run, 2)
-        wait_for_shadow(handler)
-        with monkeypatch.context() as patch:
-            patch.setattr(RecordLog, name, ends)
-            run.advance()
-            states[3] = host_copy(run.state)
-            assert handler.record_step(run.state, run.count)
-            wait_for_shadow(handler)
-    found = recovered_run(run, root, memory)
-    assert found is not None
-    assert found[0] == step
-    assert_same(found[1], states[step])
-
-
-def test_while_a_base_is_taken_over_the_file_has_no_step(root, memory, monkeypatch, caplog):
-    run = support.dict_run(mesh_of((1, 1)))
-    handler = handler_of(run.recorder, memory, records=True, max_deltas=1)
-
-    def ends(*_: Any) -> None:
-        raise RuntimeError("the process ends here")
-
-    with manager_of(root, handler) as manager:
-        save_steps(manager, run, 2)
-        with monkeypatch.context() as patch:
-            patch.setattr(RecordLog, "begin", ends)
-            save_steps(manager, run, 1)
-            wait_for_shadow(handler)
-    assert kinds(root) == ["B", "R", "B"]
-    assert recovered_run(run, root, memory) is None
-    assert "its process ended while it took a whole state" in told(caplog)
-
-
-@pytest.mark.slow
-def test_what_replay_gets_wrong_and_steps_without_an_update_are_recovered(root, memory):
-    run, expected = support.dict_run(mesh_of((1, 1))), None
-    for step in range(1, 7):
-        handler = handler_of(run.recorder, memory, records=True)
-        with manager_of(root, handler) as manager:
-            found = handler.recover(root, support.abstract(run.state))
-            assert (found is None) == (step == 1)
-            if found is not None:
-                assert found[0] == step - 1
-                assert_same(found[1], expected)
-                run.state = found[1]
-            if step == 4:
-                run.state["step"] += 5
-            else:
-                run.advance()
-            if step in (3, 5):
-                run.state["params"]["in"]["kernel"] *= 1.5
-            jax.block_until_ready(run.state)  # so that it is stored
-            expected = host_copy(run.state)
-            manager.save(step, args=adacheck.SaveArgs(run.state))
-    assert kinds(root) == [*"BRRDRR"]
-    assert [step for step, each in deltas_of(root).items() if each.unreplayed] == [3, 5]
+from tests.memory.test_recovery import Memory, file_of
+from tests.save.loop import checked
+from tests.support import mesh_of
 
 
 def in_use(run: support.Run, memory: Path) -> RecordLog:
@@ -184,68 +43,57 @@ def in_use(run: support.Run, memory: Path) -> RecordLog:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("records", [True, False], ids=["record_step", "save"])
-def test_the_memory_that_is_used_up_makes_the_next_save_a_base(root, memory, caplog, records):
+def test_the_memory_that_is_used_up_makes_the_next_save_a_base(tmp_path, caplog, records):
     """Behind recorded steps it is a delta of the whole state."""
-    run, saved = support.dict_run(mesh_of((1, 1))), {}
-    least_bytes = in_use(run, memory).least_bytes
-    handler = handler_of(run.recorder, memory, records=True, most_bytes=least_bytes)
-    with manager_of(root, handler) as manager:
-        for _ in range(3 * LEAST_RECORDS):
-            run.advance()
-            saved[run.count] = host_copy(run.state)
-            if not (records and handler.record_step(run.state, run.count)):
-                manager.save(run.count, args=adacheck.SaveArgs(run.state))
-                manager.wait_until_finished()
-            wait_for_shadow(handler)
-        if records:
-            manager.save(run.count, args=adacheck.SaveArgs(run.state))
-    assert not [x for x in caplog.records if "No later step" in x.getMessage()]
-    assert file_of(memory).stat().st_size <= least_bytes
-    whole = [kind for kind in kinds(root) if kind != "R"]
-    assert records or {*whole} == {"B"}
-    assert 3 <= len(whole) <= 8, kinds(root)
-    found = recovered_run(run, root, memory)
-    assert found is not None
-    assert found[0] == run.count
-    assert_same(found[1], saved[run.count])
-
-
-def test_a_record_without_room_leaves_the_steps_before_it(root, memory, monkeypatch, caplog):
     run = support.dict_run(mesh_of((1, 1)))
-    least_bytes = in_use(run, memory).least_bytes
+    least_bytes = in_use(run, tmp_path / "memory").least_bytes
+    loop = Memory(tmp_path, run, records=True, bytes=least_bytes)
+    for _ in range(3 * LEAST_RECORDS):
+        if records:
+            loop.keep()
+        else:
+            loop.save()
+        loop.settle()
+    if records:
+        loop.put()
+    found = loop.check()
+    assert not [x for x in caplog.records if "No later step" in x.getMessage()]
+    assert file_of(loop.memory).stat().st_size <= least_bytes
+    whole = [kind for kind in found if kind != "R"]
+    assert records or {*whole} == {"B"}
+    assert 3 <= len(whole) <= 8, found
+    assert loop.recovered() == loop.number
+
+
+def test_a_record_without_room_leaves_the_steps_before_it(tmp_path, monkeypatch, caplog):
+    run = support.dict_run(mesh_of((1, 1)))
+    least_bytes = in_use(run, tmp_path / "memory").least_bytes
     monkeypatch.setattr(RecordLog, "is_filled", lambda *_: False)
-    handler = handler_of(run.recorder, memory, records=True, most_bytes=least_bytes)
-    with manager_of(root, handler) as manager:
-        saved = save_steps(manager, run, 2 * LEAST_RECORDS)
+    with Memory(tmp_path, run, records=True, bytes=least_bytes) as loop:
+        loop.save(2 * LEAST_RECORDS)
     (record,) = [x for x in caplog.records if "No later step" in x.getMessage()]
     assert "no room is left for the record" in record.getMessage()
-    assert checked(root) == ["sample"] * (2 * LEAST_RECORDS - 1)
+    assert checked(loop.root) == ["sample"] * (2 * LEAST_RECORDS - 1)
     for step in range(LEAST_RECORDS + 2, 2 * LEAST_RECORDS + 1):
-        shutil.rmtree(root / str(step), ignore_errors=True)
-    found = recovered_run(run, root, memory)
-    assert found is not None
-    assert found[0] in (LEAST_RECORDS + 1, LEAST_RECORDS + 2)
-    assert_same(found[1], saved[found[0]])
+        shutil.rmtree(loop.root / str(step), ignore_errors=True)
+    assert loop.recovered() in (LEAST_RECORDS + 1, LEAST_RECORDS + 2)
 
 
-def test_with_too_little_memory_for_some_records_there_is_none(root, memory, caplog):
+def test_with_too_little_memory_for_some_records_there_is_none(tmp_path, caplog):
     run = support.dict_run(mesh_of((1, 1)))
-    most_bytes = in_use(run, memory).least_bytes - 1
-    with manager_of(
-        root, handler_of(run.recorder, memory, records=True, most_bytes=most_bytes)
-    ) as m:
-        save_steps(m, run, 2)
+    most_bytes = in_use(run, tmp_path / "memory").least_bytes - 1
+    with Memory(tmp_path, run, records=True, bytes=most_bytes) as loop:
+        loop.save(2)
     assert "a state and the records of some steps take" in caplog.text
-    assert not memory.exists()
+    assert not loop.memory.exists()
 
 
 @pytest.mark.parametrize("is_first", [True, False], ids=["from the start", "later"])
 def test_a_host_that_computes_other_bits_keeps_records_from_the_next_base_on(
-    root, memory, monkeypatch, caplog, is_first
+    tmp_path, monkeypatch, caplog, is_first
 ):
     """On a platform that is no CPU; on one, the same difference refuses the step."""
-    run = support.dict_run(mesh_of((1, 1)))
-    handler, advance, calls = handler_of(run.recorder, memory), HostFold.advance, [0]
+    loop, advance, calls = Memory(tmp_path), HostFold.advance, [0]
 
     def differs(self: HostFold, *args: Any, **options: Any) -> None:
         advance(self, *args, **options)
@@ -255,68 +103,34 @@ def test_a_host_that_computes_other_bits_keeps_records_from_the_next_base_on(
             vector.part(0, 1).view("u4")[0] ^= 1
 
     monkeypatch.setattr(HostFold, "advance", differs)
-    with monkeypatch.context() as patch:
+    with monkeypatch.context() as patch, loop:
         patch.setattr(shadow, "is_host", lambda: False)
-        with manager_of(root, handler) as manager:
-            saved = dict[int, Any]()
-            for _ in range(8):
-                saved |= save_steps(manager, run, 1)
-                wait_for_shadow(handler)
+        for _ in range(8):
+            loop.save()
+            loop.settle()
     assert "the host computes other bits than the devices" in caplog.text
     first = 3 if is_first else 6
-    assert [n for n, kind in enumerate(kinds(root), 1) if kind == "B"] == [1, first]
-    assert checked(root)[-2:] == ["sample"] * 2
-    assert kind_at(file_of(memory)) == "records"
-    found = recovered_run(run, root, memory)
-    assert found is not None
-    assert found[0] == 8
-    assert_same(found[1], saved[8])
+    assert [n for n, kind in enumerate(loop.check(), 1) if kind == "B"] == [1, first]
+    assert checked(loop.root)[-2:] == ["sample"] * 2
+    assert kind_at(file_of(loop.memory)) == "records"
+    assert loop.recovered() == 8
 
 
 @pytest.mark.first(0, slow=2)
 @pytest.mark.parametrize("name", ["adafactor", "muon"])
-def test_an_update_that_the_host_cannot_compute_is_recovered(root, memory, name):
+def test_an_update_that_the_host_cannot_compute_is_recovered(tmp_path, name):
     tx = {"adafactor": optax.adafactor(1e-2, min_dim_size_to_factor=4), "muon": None}[name]
     run = support.dict_run(mesh_of((1, 1)), tx or optax.contrib.muon(1e-2))
-    handler = handler_of(run.recorder, memory)
-    with manager_of(root, handler) as manager:
-        saved = save_steps(manager, run, 4)
-    assert kind_at(file_of(memory)) == "records"
-    found = recovered_run(run, root, memory)
-    assert found is not None
-    assert found[0] == 4
-    assert_same(found[1], saved[4])
+    with Memory(tmp_path, run) as loop:
+        loop.save(4)
+    assert kind_at(file_of(loop.memory)) == "records"
+    assert loop.recovered() == 4
 
 
-def test_damage_anywhere_is_refused_or_harms_nothing(root, memory):
-    run = support.dict_run(mesh_of((1, 1)))
-    with manager_of(root, handler_of(run.recorder, memory, records=True)) as manager:
-        saved = save_steps(manager, run, 3)
-    path = file_of(memory)
-    with path.open("rb") as file:
-        used = np.flatnonzero(np.frombuffer(file.read(1 << 20), np.uint8))
-    rng, results = np.random.default_rng(0), []
-    for at in [0, 16, 30, *rng.choice(used, 20)]:
-        with path.open("r+b") as file:
-            file.seek(int(at))
-            byte = file.read(1)
-            file.seek(int(at))
-            file.write(bytes([byte[0] ^ 1 << int(rng.integers(8))]))
-        found = recovered_run(run, root, memory)
-        results.append(found is not None)
-        if found is not None:
-            assert_same(found[1], saved[3])
-        with path.open("r+b") as file:
-            file.seek(int(at))
-            file.write(byte)
-    assert {*results} == {False, True}
-    assert recovered_run(run, root, memory) is not None
-
-
-def test_a_file_of_another_kind_is_refused(root, memory):
-    run = support.dict_run(mesh_of((1, 1)))
-    with manager_of(root, handler_of(run.recorder, memory, records=True)) as manager:
-        save_steps(manager, run, 2)
+def test_a_file_of_another_kind_is_refused(tmp_path):
+    memory, run = tmp_path / "memory", support.dict_run(mesh_of((1, 1)))
+    with Memory(tmp_path, run, records=True) as loop:
+        loop.save(2)
     (found,) = step_file.files_in(str(memory))
     structure = in_use(run, memory)._structure
     update = ExportedUpdates("auto").of(structure)

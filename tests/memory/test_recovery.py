@@ -10,7 +10,7 @@ import re
 import shutil
 import stat
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -24,15 +24,17 @@ from adacheck_jax.adapter.arguments import RestoreInfo
 from adacheck_jax.device import transfer
 from adacheck_jax.memory.files import shadow_file, step_file
 from adacheck_jax.memory.files.journal import Journal
+from adacheck_jax.memory.files.record_log import RecordLog
 from adacheck_jax.memory.files.shadow_file import ShadowFile
 from adacheck_jax.memory.files.step_file import FilePlace
 from adacheck_jax.memory.holdings import Held
 from adacheck_jax.update import program
 from adacheck_jax.update.elements import host_fold
 from tests import support
-from tests.save.test_checks import assert_all_restorable, deltas_of, kinds
-from tests.support import host_copy, manager_of, mesh_of, save_steps
+from tests.save.loop import Loop, checked, kinds
+from tests.support import host_copy, manager_of, mesh_of
 
+KERNEL = "params/in/kernel"
 CHUNKS = 17
 """Chunks that an update of the usual run computes."""
 
@@ -42,28 +44,47 @@ def small_chunks(monkeypatch):
     monkeypatch.setattr(host_fold, "CHUNK_ELEMENTS", 1024)
 
 
-@pytest.fixture
-def memory(tmp_path) -> Path:
-    return tmp_path / "memory"
+KINDS = pytest.mark.parametrize("records", [None, True], ids=["state", "records"])
+"""What lies in the files: the state, or a base and the records since it."""
 
 
-@pytest.fixture
-def root(tmp_path) -> Path:
-    return tmp_path / "root"
+class Memory(Loop):
+    """A loop whose states lie in files of memory, too."""
 
+    def __init__(self, path: Path, run: support.Run | None = None, **options: Any) -> None:
+        """Settings of its shadow are among the options: records, bytes and directory."""
+        self.memory, about = path / "memory", {"directory": path / "memory"}
+        about |= {x: options.pop(x) for x in ("records", "bytes", "directory") if x in options}
+        super().__init__(path / "root", run, shadow=adacheck.Shadow(**about), **options)
 
-def handler_of(
-    recorder: Any,
-    memory: Path,
-    *,
-    follows: bool = True,
-    most_bytes: int | None = None,
-    records: Literal[True] | None = None,
-    **options: Any,
-) -> adacheck.AdaCheckHandler:
-    directory = memory if follows else None
-    shadow = adacheck.Shadow(directory=directory, bytes=most_bytes, records=records)
-    return adacheck.AdaCheckHandler(recorder, shadow=shadow, **options)
+    def settle(self) -> None:
+        """Waits until the shadow has what was saved and recorded."""
+        wait_for_shadow(self.handler)
+
+    def recovered(self, state: Any = None, *, mesh: Any = None) -> int | None:
+        """The step that a new process recovers, with its bits; None where it is refused."""
+        state = support.abstract(self.run.state, mesh) if state is None else state
+        found = recovered(self.run.recorder, self.root, self.memory, state)
+        if found is None:
+            return None
+        assert_same(found[1], self.states[found[0]])
+        assert jax.tree.map(lambda x: x.sharding, found[1]) == jax.tree.map(
+            lambda x: x.sharding, state
+        )
+        return found[0]
+
+    def go_on(self) -> int | None:
+        """Goes on in a new process from the step that it recovers, if there is one."""
+        self.manager.close()
+        self.open()
+        found = self.handler.recover(self.root, support.abstract(self.run.state))
+        if found is None:
+            return None
+        assert self.handler.restored is not None
+        assert (self.handler.restored.exact, self.handler.restored.source) == (True, "memory")
+        self.number, self.run.state = found
+        assert_same(found[1], self.states[self.number])
+        return self.number
 
 
 def file_of(memory: Path) -> Path:
@@ -82,27 +103,13 @@ def assert_same(found: Any, expected: Any) -> None:
         assert (a.dtype, a.shape, a.tobytes()) == (b.dtype, b.shape, b.tobytes())
 
 
-def trained(
-    root: Path, memory: Path, count: int = 3, **options: Any
-) -> tuple[support.Run, dict[int, Any]]:
-    """A run that saved some steps, and ended; its states."""
-    run = support.dict_run(mesh_of((1, 1)))
-    with manager_of(root, handler_of(run.recorder, memory, **options)) as manager:
-        saved = save_steps(manager, run, count)
-    return run, saved
-
-
 def recovered(recorder: Any, root: Path, memory: Path, state: Any) -> tuple[int, Any] | None:
     """The step that a new process recovers; None where it is refused."""
-    handler = handler_of(recorder, memory)
+    handler = adacheck.AdaCheckHandler(recorder, shadow=adacheck.Shadow(directory=memory))
     try:
         return handler.recover(root, state)
     finally:
         handler.close()
-
-
-def recovered_run(run: support.Run, root: Path, memory: Path) -> tuple[int, Any] | None:
-    return recovered(run.recorder, root, memory, support.abstract(run.state))
 
 
 def wait_for_shadow(handler: adacheck.AdaCheckHandler) -> None:
@@ -111,128 +118,120 @@ def wait_for_shadow(handler: adacheck.AdaCheckHandler) -> None:
     saver._shadow._thread.submit(int).result()
 
 
+@pytest.fixture
+def trained(tmp_path: Path) -> Memory:
+    """A run that saved three steps, and ended."""
+    with Memory(tmp_path) as loop:
+        loop.save(3)
+    return loop
+
+
 @pytest.mark.covering(1, quick=1)
-@pytest.mark.parametrize("shape", [(1, 1), (4, 2)], ids=["one device", "eight devices"])
-def test_the_next_save_after_a_recovery_is_a_delta_of_the_newest_step(root, memory, shape):
-    run = support.dict_run(mesh_of(shape))
-    with manager_of(root, handler_of(run.recorder, memory)) as manager:
-        saved = save_steps(manager, run, 3)
-    handler = handler_of(run.recorder, memory)
-    with manager_of(root, handler) as manager:
-        found = handler.recover(root, support.abstract(run.state))
-        assert found is not None
-        assert found[0] == 3
-        assert handler.restored is not None
-        assert handler.restored.exact
-        assert_same(found[1], saved[3])
-        run.state = found[1]
-        saved |= save_steps(manager, run, 2)
-    assert kinds(root) == ["B", "R", "R", "R", "R"]
-    assert [each.checked for each in deltas_of(root).values()] == ["full"] * 4
-    assert_all_restorable(root, saved, run.state, mesh_of((2, 2)))
+@KINDS
+@pytest.mark.parametrize("shape", [(4, 2), (1, 1)], ids=["eight devices", "one device"])
+def test_the_next_save_after_a_recovery_is_a_delta_of_the_newest_step(tmp_path, shape, records):
+    loop = Memory(tmp_path, support.dict_run(mesh_of(shape)), records=records)
+    loop.save(3)
+    for count in (2, 4):
+        assert loop.go_on() == count + 1
+        if records:
+            assert loop.handler.restored.replayed_count == count
+        loop.save(2)
+    assert loop.check(mesh_of((2, 2))) == "BRRRRRR"
+    assert checked(loop.root) == ["sample" if records else "full"] * 6
 
 
-def test_a_recorded_step_is_recovered_and_the_next_save_is_a_base(root, memory):
-    run = support.dict_run(mesh_of((1, 1)))
-    handler = handler_of(run.recorder, memory)
-    with manager_of(root, handler) as manager:
-        save_steps(manager, run, 2)
-        for _ in range(3):
-            run.advance()
-            assert handler.record_step(run.state, run.count)
-        expected = host_copy(run.state)
-    handler = handler_of(run.recorder, memory)
-    with manager_of(root, handler) as manager:
-        found = handler.recover(root, run.state)  # of arrays, as a resume block may have them
-        assert found is not None
-        assert found[0] == 5
-        assert_same(found[1], expected)
-        run.state = found[1]
-        saved = save_steps(manager, run, 2)
-    assert kinds(root) == ["B", "R", "B", "R"]
-    assert_all_restorable(root, saved, run.state)
-    found = recovered_run(run, root, memory)
-    assert found is not None
-    assert found[0] == 7
-    assert_same(found[1], saved[7])
-
-
-def test_a_state_is_recovered_onto_another_mesh(root, memory):
-    run, saved = trained(root, memory)
-    other = support.abstract(run.state, mesh_of((2, 2)))
-    found = recovered(run.recorder, root, memory, other)
-    assert found is not None
-    assert_same(found[1], saved[3])
-    shardings = [jax.tree.map(lambda x: x.sharding, tree) for tree in (found[1], other)]
-    assert shardings[0] == shardings[1]
+@KINDS
+def test_a_recorded_step_is_recovered_on_any_mesh_and_the_next_save_is_a_base(tmp_path, records):
+    loop = Memory(tmp_path, support.dict_run(mesh_of((4, 2))), records=records)
+    loop.save(2)
+    assert loop.keep(3) == "rrr"
+    loop.settle()
+    loop.handler.run.lines.only[1]._shadow.close()
+    assert loop.recovered() == loop.recovered(mesh=mesh_of((2, 2))) == 5
+    assert loop.recovered(loop.run.state) == 5  # of arrays, as a resume block may have them
+    assert loop.go_on() == 5
+    loop.save(2)
+    loop.forget(3, 4, 5)
+    assert loop.check() == "BRBR"
+    assert loop.recovered() == 7
 
 
 def stop(
-    root: Path, memory: Path, monkeypatch: pytest.MonkeyPatch, name: str, at: int, *, after: bool
-) -> tuple[support.Run, dict[int, Any]]:
-    """A run that ends in the shadow's work for step 3, after two saved ones; its states.
+    path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    owner: Any,
+    name: str,
+    at: int,
+    *,
+    after: bool,
+    **options: Any,
+) -> Memory:
+    """A run that ends in the shadow's work for step 3, after two saved ones.
 
     Args:
-        root: of the checkpoints.
-        memory: directory of the shadow.
+        path: of its files.
         monkeypatch: the fixture.
-        name: method of the journal in which it ends.
+        owner: class of the method in which it ends.
+        name: the method.
         at: number of the call in which it ends.
         after: whether that call is made.
+        options: those of the handler.
     """
-    run = support.dict_run(mesh_of((1, 1)))
-    handler, calls, inner = handler_of(run.recorder, memory), [0], getattr(Journal, name)
+    loop, calls, inner = Memory(path, **options), [0], getattr(owner, name)
 
-    def ends(*args: Any, **options: Any) -> Any:
+    def ends(*args: Any, **given: Any) -> Any:
         calls[0] += 1
         if calls[0] < at or (after and calls[0] == at):
-            inner(*args, **options)
+            inner(*args, **given)
         if calls[0] >= at:
             raise RuntimeError("the process ends here")
 
-    with manager_of(root, handler) as manager:
-        states = save_steps(manager, run, 2)
-        wait_for_shadow(handler)
+    with loop:
+        loop.save(2)
+        loop.settle()
         with monkeypatch.context() as patch:
-            patch.setattr(Journal, name, ends)
-            run.advance()
-            states[3] = host_copy(run.state)
-            assert handler.record_step(run.state, run.count)
-            wait_for_shadow(handler)
+            patch.setattr(owner, name, ends)
+            assert loop.keep() == "r"
+            loop.settle()
     assert calls[0] == at
-    return run, states
+    return loop
 
 
 @pytest.mark.first(3)
 @pytest.mark.parametrize("after", [True, False], ids=["after", "before"])
 @pytest.mark.parametrize("at", [9, 1, CHUNKS + 1, *range(2, 9), *range(10, CHUNKS + 1)])
-def test_a_fold_that_was_stopped_at_any_chunk_is_gone_on_with(root, memory, monkeypatch, at, after):
+def test_a_fold_that_was_stopped_at_any_chunk_is_gone_on_with(tmp_path, monkeypatch, at, after):
     """The first note comes with the header, and one after each chunk."""
-    run, states = stop(root, memory, monkeypatch, "note", at, after=after)
+    loop = stop(tmp_path, monkeypatch, Journal, "note", at, after=after)
     counts, note = list[int](), Journal.note
     with monkeypatch.context() as patch:
         patch.setattr(Journal, "note", lambda self, n: (counts.append(n), note(self, n)))
-        found = recovered_run(run, root, memory)
-    assert found is not None
-    assert found[0] == 3
-    assert_same(found[1], states[3])
+        assert loop.recovered() == 3
     done = at - 1 if after else max(at - 2, 0)
     assert counts == [*range(done + 1, CHUNKS + 1)]
 
 
 @pytest.mark.parametrize(
-    ("name", "after"), [("receive", False), ("receive", True), ("begin", False)]
+    ("owner", "name", "after", "step"),
+    [
+        *((Journal, "receive", each, 2) for each in (False, True)),
+        (Journal, "begin", False, 2),
+        *((RecordLog, "append", each, 2) for each in (False, True)),
+        (RecordLog, "begin", False, 2),
+        (RecordLog, "begin", True, 3),
+    ],
 )
-def test_before_its_header_a_step_is_the_one_before(root, memory, monkeypatch, name, after):
-    run, states = stop(root, memory, monkeypatch, name, 1, after=after)
-    found = recovered_run(run, root, memory)
-    assert found is not None
-    assert found[0] == 2
-    assert_same(found[1], states[2])
+def test_before_its_header_a_step_is_the_one_before(
+    tmp_path, monkeypatch, owner, name, after, step
+):
+    records = True if owner is RecordLog else None
+    loop = stop(tmp_path, monkeypatch, owner, name, 1, after=after, records=records)
+    assert loop.recovered() == step
 
 
-def test_a_recovery_that_is_killed_is_made_again(root, memory, monkeypatch):
-    run, states = stop(root, memory, monkeypatch, "note", 4, after=True)
+def test_a_recovery_that_is_killed_is_made_again(tmp_path, monkeypatch):
+    loop = stop(tmp_path, monkeypatch, Journal, "note", 4, after=True)
     note = Journal.note
 
     def ends(self: Journal, count: int) -> None:
@@ -243,12 +242,32 @@ def test_a_recovery_that_is_killed_is_made_again(root, memory, monkeypatch):
     with monkeypatch.context() as patch:
         patch.setattr(Journal, "note", ends)
         with pytest.raises(RuntimeError, match="ends here"):
-            recovered_run(run, root, memory)
-    for _ in range(2):
-        found = recovered_run(run, root, memory)
-        assert found is not None
-        assert found[0] == 3
-        assert_same(found[1], states[3])
+            loop.recovered()
+    assert loop.recovered() == loop.recovered() == 3
+
+
+@KINDS
+def test_while_a_whole_state_is_taken_over_the_file_has_no_step(
+    tmp_path, monkeypatch, caplog, records
+):
+    """A leaf that replay gets wrong is put over a copy as it lies, and a base over the records."""
+    loop = Memory(tmp_path, records=records, **({"max_deltas": 1} if records else {}))
+
+    def ends(*_: Any, **__: Any) -> None:
+        raise RuntimeError("the process ends here")
+
+    with loop:
+        loop.save(2)
+        loop.train()
+        if not records:
+            loop.edit(KERNEL, lambda x: x * 1.5)
+        jax.block_until_ready(loop.run.state)
+        with monkeypatch.context() as patch:
+            patch.setattr(RecordLog if records else Journal, "begin", ends)
+            loop.put_and_wait()
+            loop.settle()
+    assert loop.recovered() is None
+    assert "its process ended while it took a whole state" in told(caplog)
 
 
 def test_a_header_that_is_torn_at_any_byte_is_the_one_before(tmp_path):
@@ -269,81 +288,93 @@ def test_a_header_that_is_torn_at_any_byte_is_the_one_before(tmp_path):
     file.close()
 
 
-@pytest.mark.slow
-def test_damage_anywhere_is_refused_or_harms_nothing(root, memory, caplog):
-    run, saved = trained(root, memory)
-    path = file_of(memory)
-    whole = path.read_bytes()
+@pytest.mark.parametrize(
+    "records",
+    [pytest.param(None, marks=pytest.mark.slow, id="state"), pytest.param(True, id="records")],
+)
+def test_damage_anywhere_is_refused_or_harms_nothing(tmp_path, records, caplog):
+    with Memory(tmp_path, records=records) as loop:
+        loop.save(3)
+    path = file_of(loop.memory)
+    with path.open("rb") as file:
+        used = np.flatnonzero(np.frombuffer(file.read(1 << 20), np.uint8))
     rng, results = np.random.default_rng(0), []
-    used = np.flatnonzero(np.frombuffer(whole, np.uint8))
-    first = [0, 16, 30, *np.flatnonzero(np.frombuffer(whole[:40000], np.uint8))[-40::10]]
-    for at in [*first, *rng.choice(used, 12)]:
-        data = bytearray(whole)
-        data[at] ^= 1 << int(rng.integers(8))
-        path.write_bytes(data)
-        found = recovered_run(run, root, memory)
-        results.append(found is not None)
-        if found is not None:
-            assert_same(found[1], saved[3])
+    for at in [0, 16, 30, *used[used < 40000][-40::10], *rng.choice(used, 16)]:
+        with path.open("r+b") as file:
+            file.seek(int(at))
+            byte = file.read(1)
+            file.seek(int(at))
+            file.write(bytes([byte[0] ^ 1 << int(rng.integers(8))]))
+            file.flush()
+            results.append(loop.recovered() is not None)
+            file.seek(int(at))
+            file.write(byte)
     assert {*results} == {False, True}
-    assert "does not have the bits that were trained, in " in caplog.text
-    path.write_bytes(whole)
-    assert recovered_run(run, root, memory) is not None
+    assert records or "does not have the bits that were trained, in " in caplog.text
+    assert loop.recovered() == 3
 
 
-def forget_boot(monkeypatch, run, root, memory):
+def forget_boot(monkeypatch, loop):
     monkeypatch.setattr(step_file, "boot", lambda: "another")
 
 
-def change_settings(monkeypatch, run, root, memory):
+def change_settings(monkeypatch, loop):
     monkeypatch.setattr(program, "environment", lambda: {"XLA_FLAGS": "--xla_cpu_something"})
 
 
-def change_update(monkeypatch, run, root, memory):
-    run.recorder = support.dict_run(mesh_of((1, 1)), optax.adamw(3e-2)).recorder
+def change_update(monkeypatch, loop):
+    loop.run.recorder = support.dict_run(mesh_of((1, 1)), optax.adamw(3e-2)).recorder
 
 
-def change_optimizer(monkeypatch, run, root, memory):
+def change_optimizer(monkeypatch, loop):
     other = support.dict_run(mesh_of((1, 1)), optax.contrib.muon(1e-2))  # of no copy on the host
-    run.recorder, run.state = other.recorder, other.state
+    loop.run.recorder, loop.run.state = other.recorder, other.state
 
 
-def change_leaves(monkeypatch, run, root, memory):
-    run.state = {**run.state, "more": jnp.zeros(3)}
+def change_leaves(monkeypatch, loop):
+    loop.run.state = {**loop.run.state, "more": jnp.zeros(3)}
 
 
-def change_chunks(monkeypatch, run, root, memory):
+def change_chunks(monkeypatch, loop):
     monkeypatch.setattr(host_fold, "CHUNK_ELEMENTS", 2048)
 
 
-def cut_off(monkeypatch, run, root, memory):
-    os.truncate(file_of(memory), file_of(memory).stat().st_size - 4096)
+def change_user(monkeypatch, loop):
+    monkeypatch.setattr(os, "geteuid", lambda: os.getuid() + 1)
 
 
-def cut_to_nothing(monkeypatch, run, root, memory):
-    os.truncate(file_of(memory), 10)
+def cut_off(monkeypatch, loop):
+    path = file_of(loop.memory)
+    os.truncate(path, path.stat().st_size - 4096)
 
 
-def move_root(monkeypatch, run, root, memory):
-    root.rename(root.with_name("elsewhere"))
-    root.symlink_to(root.with_name("elsewhere"))
+def cut_to_nothing(monkeypatch, loop):
+    os.truncate(file_of(loop.memory), 10)
 
 
-def save_on_without_it(monkeypatch, run, root, memory):
-    with manager_of(root, handler_of(run.recorder, memory, follows=False)) as manager:
-        manager.restore(3, args=adacheck.RestoreArgs(support.abstract(run.state)))
-        save_steps(manager, run, 1)
+def move_root(monkeypatch, loop):
+    loop.root.rename(loop.root.with_name("elsewhere"))
+    loop.root.symlink_to(loop.root.with_name("elsewhere"))
 
 
-def save_something_else(monkeypatch, run, root, memory):
-    shutil.rmtree(root / "3")
-    run.state = {**run.state, "step": run.state["step"] + 7}
-    with manager_of(root, handler_of(run.recorder, memory, follows=False)) as manager:
-        manager.save(3, args=adacheck.SaveArgs(run.state))
+def save_on_without_it(monkeypatch, loop):
+    loop.options["shadow"] = adacheck.Shadow()
+    loop.reopen(3)
+    loop.save()
+    loop.manager.close()
 
 
-def take_in_another_process(monkeypatch, run, root, memory):
-    descriptor = os.open(file_of(memory), os.O_RDWR)
+def save_something_else(monkeypatch, loop):
+    shutil.rmtree(loop.root / "3")
+    loop.options["shadow"] = adacheck.Shadow()
+    loop.edit("step", lambda x: x + 7)
+    loop.open()
+    loop.put()
+    loop.manager.close()
+
+
+def take_in_another_process(monkeypatch, loop):
+    descriptor = os.open(file_of(loop.memory), os.O_RDWR)
     fcntl.flock(descriptor, fcntl.LOCK_EX)
 
 
@@ -356,6 +387,7 @@ def take_in_another_process(monkeypatch, run, root, memory):
         (change_optimizer, "its state has other leaves: another model, or another optimizer"),
         (change_leaves, "its state has other leaves"),
         (change_chunks, "its elements lie in another order"),
+        (change_user, "expected a file of this user's"),
         (cut_off, "it was cut off"),
         (cut_to_nothing, "has no states of"),
         (move_root, "has no states of .*elsewhere; there are some of .*root"),
@@ -365,55 +397,44 @@ def take_in_another_process(monkeypatch, run, root, memory):
     ],
 )
 def test_what_is_of_something_else_is_refused_and_says_why(
-    root, memory, monkeypatch, caplog, change, reason
+    trained, monkeypatch, caplog, change, reason
 ):
-    run, _ = trained(root, memory)
     with monkeypatch.context() as patch:
-        change(patch, run, root, memory)
-        assert recovered_run(run, root, memory) is None
+        change(patch, trained)
+        assert trained.recovered() is None
     assert re.search(reason, told(caplog))
+    if change is cut_to_nothing:
+        named = f"{file_of(trained.memory)}: its part of the state is not taken: it does not"
+        assert named in caplog.text
 
 
-def test_a_file_of_records_that_was_cut_off_is_told_as_such(root, memory, caplog):
-    run, _ = trained(root, memory, records=True)
-    cut_off(None, run, root, memory)
-    assert recovered_run(run, root, memory) is None
+def test_a_file_of_records_that_was_cut_off_is_told_as_such(tmp_path, caplog):
+    with Memory(tmp_path, records=True) as loop:
+        loop.save(3)
+    cut_off(None, loop)
+    assert loop.recovered() is None
     assert "it was cut off" in told(caplog)
 
 
-def test_a_file_that_was_cut_off_at_its_beginning_is_named(root, memory, caplog):
-    run, _ = trained(root, memory)
-    cut_to_nothing(None, run, root, memory)
-    assert recovered_run(run, root, memory) is None
-    assert f"{file_of(memory)}: its part of the state is not taken: it does not" in caplog.text
-
-
-def test_a_file_that_is_of_another_user_is_refused(root, memory, monkeypatch, caplog):
-    run, _ = trained(root, memory)
-    monkeypatch.setattr(os, "geteuid", lambda: os.getuid() + 1)
-    assert recovered_run(run, root, memory) is None
-    assert "expected a file of this user's" in told(caplog)
-
-
-def test_the_file_is_the_users_own_and_stays(root, memory):
-    trained(root, memory)
-    path = file_of(memory)
+def test_the_file_is_the_users_own_and_stays(trained):
+    path = file_of(trained.memory)
     assert path.name == "default.0.adacheck-shadow"
     assert stat.S_IMODE(path.stat().st_mode) == 0o600
-    assert stat.S_IMODE(memory.stat().st_mode) == 0o700
+    assert stat.S_IMODE(trained.memory.stat().st_mode) == 0o700
 
 
-def test_a_run_of_another_state_takes_the_file(tmp_path, root, memory):
-    trained(root, memory)
+def test_a_run_of_another_state_takes_the_file(tmp_path, trained):
     recorder = adacheck.Recorder(optax.adam(1e-2))
     params = {"a": jnp.ones((90, 80))}
-    state, root = {"params": params, "opt": recorder.init(params)}, tmp_path / "other"
-    with manager_of(root, handler_of(recorder, memory)) as manager:
-        manager.save(1, args=adacheck.SaveArgs(state))
-    found = recovered(recorder, root, memory, state)
-    assert found is not None
-    assert_same(found[1], state)
-    assert len([*memory.iterdir()]) == 1
+    state = {"params": params, "opt": recorder.init(params)}
+    run = support.Run(recorder, state, lambda state, _: state)
+    (tmp_path / "other").mkdir()
+    with Memory(tmp_path / "other", run, directory=trained.memory) as loop:
+        loop.number = 1
+        loop.put()
+    loop.memory = trained.memory
+    assert loop.recovered() == 1
+    assert len([*loop.memory.iterdir()]) == 1
 
 
 def not_a_file(monkeypatch, memory):
@@ -442,62 +463,21 @@ def taken(monkeypatch, memory):
     ],
 )
 def test_without_a_file_the_shadow_lies_in_memory_of_the_process(
-    root, memory, monkeypatch, caplog, spoil, reason
+    tmp_path, monkeypatch, caplog, spoil, reason
 ):
-    spoil(monkeypatch, memory)
-    run, _ = trained(root, memory)
-    assert [each.checked for each in deltas_of(root).values()] == ["full"] * 2
+    spoil(monkeypatch, tmp_path / "memory")
+    with Memory(tmp_path) as loop:
+        loop.save(3)
+    assert checked(loop.root) == ["full"] * 2
     (record,) = [r for r in caplog.records if "ends with this process" in r.getMessage()]
     assert reason in record.getMessage()
-    assert spoil is not full or not [*memory.iterdir()]
-    assert recovered_run(run, root, memory) is None
-
-
-def test_a_leaf_that_replay_gets_wrong_is_recovered(root, memory):
-    run = support.dict_run(mesh_of((1, 1)))
-    handler = handler_of(run.recorder, memory)
-    with manager_of(root, handler) as manager:
-        save_steps(manager, run, 2)
-        for _ in range(2):
-            run.advance()
-            run.state["params"]["in"]["kernel"] *= 1.5
-            jax.block_until_ready(run.state)  # so that it is stored
-            manager.save(run.count, args=adacheck.SaveArgs(run.state))
-            manager.wait_until_finished()
-        last = host_copy(run.state)
-        assert deltas_of(root)[4].unreplayed
-        handler.close()
-        found = recovered_run(run, root, memory)
-        assert found is not None
-        assert found[0] == 4
-        assert_same(found[1], last)
-
-
-def test_a_leaf_that_is_put_over_the_copy_as_it_lies_has_a_moment_without_a_step(
-    root, memory, monkeypatch, caplog
-):
-    run = support.dict_run(mesh_of((1, 1)))
-    handler = handler_of(run.recorder, memory)
-
-    def ends(*_: Any, **__: Any) -> None:
-        raise RuntimeError("the process ends here")
-
-    with manager_of(root, handler) as manager:
-        save_steps(manager, run, 2)
-        run.advance()
-        run.state["params"]["in"]["kernel"] *= 1.5
-        jax.block_until_ready(run.state)
-        with monkeypatch.context() as patch:
-            patch.setattr(Journal, "begin", ends)
-            manager.save(3, args=adacheck.SaveArgs(run.state))
-            manager.wait_until_finished()
-            wait_for_shadow(handler)
-    assert recovered_run(run, root, memory) is None
-    assert "its process ended while it took a whole state" in told(caplog)
+    assert spoil is not full or not [*loop.memory.iterdir()]
+    assert loop.recovered() is None
 
 
 @pytest.mark.slow
-def test_a_state_of_all_kinds_of_leaves_is_recovered(root, memory):
+def test_a_state_of_all_kinds_of_leaves_is_recovered(tmp_path):
+    root, memory = tmp_path / "root", tmp_path / "memory"
     tx = optax.inject_hyperparams(optax.adamw)(learning_rate=1e-2)
     recorder = adacheck.Recorder(tx)
     params = {"w": jnp.ones((70, 90)), "b": jnp.zeros(3), "scale": jnp.ones(())}
@@ -531,7 +511,9 @@ def test_a_state_of_all_kinds_of_leaves_is_recovered(root, memory):
         ),
         state,
     )
-    with manager_of(root, handler_of(recorder, memory)) as manager:
+    shadow = adacheck.Shadow(directory=memory)
+    handler = adacheck.AdaCheckHandler(recorder, shadow=shadow)
+    with manager_of(root, handler) as manager:
         for number in range(1, 5):
             state["params"], state["opt"] = step(
                 state["params"], state["opt"], jnp.float32(1e-2 / number)
@@ -551,82 +533,76 @@ def test_a_state_of_all_kinds_of_leaves_is_recovered(root, memory):
 
 @pytest.mark.covering(1, quick=1)
 @pytest.mark.parametrize("shape", [(1, 1), (4, 2)], ids=["one device", "eight devices"])
-def test_a_python_number_that_became_an_array_is_recovered_as_a_number(root, memory, shape):
+def test_a_python_number_that_became_an_array_is_recovered_as_a_number(tmp_path, shape):
     run = support.dict_run(mesh_of(shape))
     state = {**support.dict_run(mesh_of(shape)).state, "step": 0}  # as TrainState.create makes it
-    with manager_of(root, handler_of(run.recorder, memory)) as manager:
-        save_steps(manager, run, 3)
-    handler = handler_of(run.recorder, memory)
-    with manager_of(root, handler) as manager:
-        found = handler.recover(root, state)
-        assert found is not None
-        assert type(found[1]["step"]) is int
-        assert found[1]["step"] == 3
-        assert_same({**found[1], "step": run.state["step"]}, run.state)
-        run.state = {**found[1], "step": jnp.int32(found[1]["step"])}
-        saved = save_steps(manager, run, 2)
-    assert_all_restorable(root, saved, run.state)
+    loop = Memory(tmp_path, run)
+    loop.save(3)
+    loop.manager.close()
+    loop.open()
+    found = loop.handler.recover(loop.root, state)
+    assert found is not None
+    assert type(found[1]["step"]) is int
+    assert found[1]["step"] == 3
+    assert_same({**found[1], "step": run.state["step"]}, run.state)
+    run.state = {**found[1], "step": jnp.int32(found[1]["step"])}
+    loop.save(2)
+    loop.check()
 
 
 @pytest.mark.slow
-def test_each_step_is_recovered_by_the_next_process_also_one_without_an_update(root, memory):
-    run = support.dict_run(mesh_of((1, 1)))
-    expected = None
-    for number in range(1, 7):
-        handler = handler_of(run.recorder, memory)
-        with manager_of(root, handler) as manager:
-            found = handler.recover(root, support.abstract(run.state))
-            if found is not None:
-                assert found[0] == number - 1
-                assert_same(found[1], expected)
-                run.state = found[1]
-            if number in (3, 4):
-                run.state["step"] += 5
-            else:
-                run.advance()
-            expected = host_copy(run.state)
-            assert (found is None) == (number == 1)
-            manager.save(number, args=adacheck.SaveArgs(run.state))
-    assert kinds(root) == [*"BRDDRR"]
-    assert [each.checked for each in deltas_of(root).values()] == [
-        *("full", "stored", "stored", "full", "full")
-    ]
+@KINDS
+def test_each_step_is_recovered_by_the_next_process_whatever_it_is(tmp_path, records):
+    """Also one without an update, and one that replay gets wrong."""
+    loop = Memory(tmp_path, records=records)
+    for step in range(1, 8):
+        assert loop.go_on() == (None if step == 1 else step - 1)
+        if step in (3, 4):
+            loop.train(0)
+            loop.edit("step", lambda x: x + 5)
+        else:
+            loop.train()
+        if step in (5, 7):
+            loop.edit(KERNEL, lambda x: x * 1.5)
+        jax.block_until_ready(loop.run.state)  # so that it is stored
+        loop.put()
+    assert loop.check() == "BRDDRRR"
+    assert [step for step in loop.deltas if loop.unreplayed(step)] == [5, 7]
+    assert checked(loop.root)[1:3] == ["stored"] * 2
+    assert loop.recovered() == 7
 
 
-def test_who_wants_to_recover_is_told_that_there_is_no_shadow(root, memory, caplog):
-    trained(root, memory, most_bytes=1000)
+def test_who_wants_to_recover_is_told_that_there_is_no_shadow(tmp_path, caplog):
+    with Memory(tmp_path, bytes=1000) as loop:
+        loop.save(2)
     (record,) = [r for r in caplog.records if "nothing can be recovered" in r.getMessage()]
     assert record.levelno == logging.WARNING
-    assert not memory.exists()
+    assert not loop.memory.exists()
 
 
 @pytest.mark.slow
-def test_a_handler_that_was_closed_goes_on(root, memory):
-    run = support.dict_run(mesh_of((1, 1)))
-    handler = handler_of(run.recorder, memory, max_deltas=2)
-    for _ in range(2):
-        with manager_of(root, handler) as manager:
-            save_steps(manager, run, 2)
-    with manager_of(root, handler) as manager:
-        saved = save_steps(manager, run, 4)
+def test_a_handler_that_was_closed_goes_on(tmp_path):
+    loop = Memory(tmp_path, max_deltas=2)
+    for count in (2, 2, 4):
+        loop.save(count)
+        loop.manager.close()
+        loop.manager = manager_of(loop.root, loop.handler)
     # Until the next base there is none.
-    checks = [each.checked for each in deltas_of(root).values()]
-    assert checks == ["full", "sample", "sample", "sample", "full"]
-    found = recovered_run(run, root, memory)
-    assert found is not None
-    assert found[0] == 8
-    assert_same(found[1], saved[8])
+    assert checked(loop.root) == ["full", "sample", "sample", "sample", "full"]
+    loop.manager.close()
+    assert loop.recovered() == 8
 
 
-def test_several_items_are_told_apart_by_their_names(root, memory):
-    run = support.dict_run(mesh_of((1, 1)))
+def test_several_items_are_told_apart_by_their_names(tmp_path):
+    run, root = support.dict_run(mesh_of((1, 1))), tmp_path / "root"
+    shadow = adacheck.Shadow(directory=tmp_path / "memory")
     states = {"one": run.state, "two": {**run.state, "step": run.state["step"] + 1}}
-    handlers = {name: handler_of(run.recorder, memory) for name in states}
+    handlers = {name: adacheck.AdaCheckHandler(run.recorder, shadow=shadow) for name in states}
     with ocp.CheckpointManager(root, item_handlers=handlers) as manager:
         args = {name: adacheck.SaveArgs(state) for name, state in states.items()}
         manager.save(1, args=ocp.args.Composite(**args))
     for name, state in states.items():
-        handler = handler_of(run.recorder, memory)
+        handler = adacheck.AdaCheckHandler(run.recorder, shadow=shadow)
         with pytest.raises(ValueError, match="those of one, two"):
             handler.recover(root, state)
         found = handler.recover(root, state, item=name)
@@ -635,40 +611,45 @@ def test_several_items_are_told_apart_by_their_names(root, memory):
         assert_same(found[1], state)
 
 
-def test_a_handler_without_a_directory_has_nothing_to_recover(root):
+def test_a_handler_without_a_directory_has_nothing_to_recover(tmp_path):
     with pytest.raises(ValueError, match="expected a handler whose shadow has a directory"):
-        adacheck.AdaCheckHandler().recover(root, {})
+        adacheck.AdaCheckHandler().recover(tmp_path, {})
 
 
-@pytest.mark.parametrize("options", [{"delta": "bits"}, {"max_deltas": 0}], ids=str)
-def test_a_directory_without_a_shadow_is_an_error(memory, options):
-    recorder = adacheck.Recorder(optax.sgd(0.1))
-    with pytest.raises(ValueError, match="there is no shadow to lie in it"):
-        handler_of(recorder, memory, **options)
+@pytest.mark.parametrize(
+    ("options", "told"),
+    [
+        ({"delta": "bits"}, "there is no shadow to lie in it"),
+        ({"max_deltas": 0}, "there is no shadow to lie in it"),
+        ({"recorder": None}, r"expected a recorder with Shadow"),
+        *(
+            ({"directory": each}, r"Shadow\(directory=...\) to be a directory of this")
+            for each in ("", 5, "gs://bucket/run")
+        ),
+    ],
+    ids=str,
+)
+def test_a_directory_that_no_shadow_can_lie_in_is_an_error(tmp_path, options, told):
+    options = {"recorder": adacheck.Recorder(optax.sgd(0.1)), "directory": tmp_path, **options}
+    with pytest.raises(ValueError, match=told):
+        adacheck.AdaCheckHandler(
+            shadow=adacheck.Shadow(directory=options.pop("directory")), **options
+        )
 
 
-def test_a_directory_without_a_recorder_is_an_error(memory):
-    with pytest.raises(ValueError, match="expected a recorder with Shadow"):
-        handler_of(None, memory)
-
-
-@pytest.mark.parametrize("directory", ["", 5, "gs://bucket/run"], ids=repr)
-def test_a_directory_of_no_machine_is_an_error(directory):
-    with pytest.raises(ValueError, match=r"Shadow\(directory=...\) to be a directory of this"):
-        handler_of(adacheck.Recorder(optax.sgd(0.1)), directory)
-
-
-def test_an_item_that_is_not_there_is_named(root, memory, caplog):
-    run, _ = trained(root, memory)
-    handler = handler_of(run.recorder, memory)
-    assert handler.recover(root, run.state, item="other") is None
+def test_an_item_that_is_not_there_is_named(trained, caplog):
+    trained.open()
+    with trained:
+        found = trained.handler.recover(trained.root, trained.run.state, item="other")
+    assert found is None
     assert re.search(
         r"no states of item 'other' of .*root; .*root \(item 'default'\)", told(caplog)
     )
 
 
 @pytest.mark.parametrize("items", [None, {"notes": ocp.JsonCheckpointHandler()}])
-def test_one_call_restores_from_memory_or_else_from_storage(root, memory, items, caplog):
+def test_one_call_restores_from_memory_or_else_from_storage(tmp_path, items, caplog):
+    root, memory = tmp_path / "root", tmp_path / "memory"
     run = support.dict_run(mesh_of((1, 1)))
     shadow = adacheck.Shadow(directory=memory)
 
@@ -710,9 +691,10 @@ def test_one_call_restores_from_memory_or_else_from_storage(root, memory, items,
 
 @pytest.mark.parametrize("is_used", [False, True])
 def test_files_of_an_earlier_run_make_room_unless_a_process_has_them(
-    root, memory, monkeypatch, is_used
+    tmp_path, monkeypatch, is_used
 ):
-    earlier = FilePlace(str(memory), str(root), "default", "a run of two", 1, 2)
+    where = str(tmp_path / "memory"), str(tmp_path / "root")
+    earlier = FilePlace(*where, "default", "a run of two", 1, 2)
     told = {"format": step_file._FORMAT, "held": Held({}).to_json()}
     file = ShadowFile(earlier.path, 1 << 14, 1000, 1000)
     file.create(told | {name: getattr(earlier, name) for name in step_file._PLACE})
@@ -727,10 +709,9 @@ def test_files_of_an_earlier_run_make_room_unless_a_process_has_them(
         allocate(*args)
 
     monkeypatch.setattr(shadow_file.os, "posix_fallocate", allocated)
-    run, saved = trained(root, memory)
+    with Memory(tmp_path) as loop:
+        loop.save(3)
     assert earlier.path.exists() == is_used
     assert len(refused) == (not is_used)
     file.close(remove=is_used)
-    found = recovered_run(run, root, memory)
-    assert found is not None
-    assert_same(found[1], saved[3])
+    assert loop.recovered() == 3

@@ -18,7 +18,7 @@ from adacheck_jax.schedule.waste import Schedule
 from adacheck_jax.store.compaction import in_place, new_base
 from adacheck_jax.store.steps import lookup, roots
 from tests import support
-from tests.save.test_checks import assert_all_restorable, kinds
+from tests.save.loop import Loop, assert_all_restorable, manifest_of
 from tests.support import abstract, host_copy, manager_of, mesh_of
 
 
@@ -27,8 +27,8 @@ def short_lineages(monkeypatch):
     monkeypatch.setattr(line, "BEGINNING", Schedule(3, 1))
 
 
-def trained(root, run, handler, steps, *, settle=True, **options):
-    """Saves each step; with ``settle`` a base that was begun is written before the next step."""
+def trained(root, run, handler, steps, *, settles=True, **options):
+    """Saves each step; a base that was begun is written before the next step, if it ``settles``."""
     saved = {}
     with manager_of(root, handler, **options) as manager:
         for _ in range(steps):
@@ -36,12 +36,17 @@ def trained(root, run, handler, steps, *, settle=True, **options):
             saved[run.count] = host_copy(run.state)
             manager.save(run.count, args=adacheck.SaveArgs(run.state))
             manager.wait_until_finished()
-            if settle:
-                handler.record_step(run.state, run.count)  # the same step: it is looked after
-                pending = _bases(handler)._pending
-                if pending is not None and pending.written is not None:
-                    pending.written.exception()
+            if settles:
+                settle(handler, run.state, run.count)
     return saved
+
+
+def settle(handler, state, step):
+    """Waits until a base that was begun is written."""
+    handler.record_step(state, step)  # the same step: it is looked after
+    pending = _bases(handler)._pending
+    if pending is not None and pending.written is not None:
+        pending.written.exception()
 
 
 def _bases(handler):
@@ -95,23 +100,19 @@ def test_the_loop_reads_manifests_where_a_base_took_a_deltas_place_alone(tmp_pat
 
 @pytest.mark.slow
 def test_a_look_at_a_step_of_another_line_lets_no_lineage_grow(tmp_path):
-    run = support.dict_run(mesh_of((1, 1)))
-    handler = adacheck.AdaCheckHandler(
-        run.recorder, max_deltas=adacheck.AdaptivePolicy(most_deltas=3)
-    )
-    saved = trained(tmp_path, run, handler, 12)
-    run.advance()  # an update that is not saved: the next step begins another line
-    with manager_of(tmp_path, handler) as manager:
-        for number in range(16):
-            run.advance()
-            saved[run.count] = host_copy(run.state)
-            manager.save(run.count, args=adacheck.SaveArgs(run.state))
-            manager.wait_until_finished()
-            if number == 2:
-                manager.restore(11, args=adacheck.RestoreArgs(abstract(run.state)))
+    loop = Loop(tmp_path, max_deltas=adacheck.AdaptivePolicy(most_deltas=3))
+    for _ in range(12):
+        loop.save()
+        settle(loop.handler, loop.run.state, loop.number)
+    loop.run.advance()  # an update that is not saved: the next step begins another line
+    for number in range(16):
+        loop.save()
+        if number == 2:
+            target = support.abstract(loop.run.state)
+            loop.manager.restore(11, args=adacheck.RestoreArgs(target))
+    loop.check()
     assert max(len(step.lineage.deltas) for step in roots.steps_of(tmp_path)) <= 6
     assert len(bases_of(tmp_path)) >= 6
-    assert_all_restorable(tmp_path, saved, run.state)
 
 
 def test_what_a_killed_process_left_of_a_base_goes_with_the_next_one(tmp_path):
@@ -127,18 +128,22 @@ def test_what_a_killed_process_left_of_a_base_goes_with_the_next_one(tmp_path):
     assert_all_restorable(tmp_path, saved, run.state)
 
 
-def test_a_number_of_deltas_is_kept_to(tmp_path):
-    run = support.dict_run(mesh_of((1, 1)))
-    saved = trained(
-        tmp_path,
-        run,
-        adacheck.AdaCheckHandler(run.recorder, max_deltas=2),
-        6,
-    )
-    assert kinds(tmp_path) == ["B", "R", "R", "B", "R", "R"]
-    reasons = [each.manifest.reason for each in roots.steps_of(tmp_path)[3:4]]
-    assert not any("compacted" in each for each in reasons)
-    assert_all_restorable(tmp_path, saved, run.state)
+@pytest.mark.parametrize(
+    ("options", "expected"),
+    [
+        ({"max_deltas": 2}, "BRRBRR"),
+        ({"shadow": adacheck.Shadow(background_bases=False)}, "BRRRBR"),
+        ({"has_room": False}, "BRRRBR"),
+    ],
+    ids=str,
+)
+def test_the_loop_writes_bases_where_the_shadow_does_not(tmp_path, monkeypatch, options, expected):
+    if not options.pop("has_room", True):
+        monkeypatch.setattr(ShadowThread, "has_room_for_copy", False)
+    loop = Loop(tmp_path, **options)
+    loop.save(6)
+    assert loop.check() == expected
+    assert not any("compacted" in manifest_of(tmp_path, step).reason for step in bases_of(tmp_path))
 
 
 @pytest.mark.parametrize(
@@ -168,15 +173,10 @@ def test_a_base_that_takes_long_lets_the_lineage_grow_to_twice_its_length(tmp_pa
         raise OSError("given up")
 
     monkeypatch.setattr(new_base, "write", slow)
-    run = support.dict_run(mesh_of((1, 1)))
-    handler = adacheck.AdaCheckHandler(run.recorder)
-    with manager_of(tmp_path, handler) as manager:
-        for step in range(1, 10):
-            run.advance()
-            manager.save(step, args=adacheck.SaveArgs(run.state))
-            manager.wait_until_finished()
-        is_over.append(True)
-    assert kinds(tmp_path) == ["B", *"RRRRRR", "B", "R"]
+    loop = Loop(tmp_path)
+    loop.save(9)
+    is_over.append(True)
+    assert loop.check() == "BRRRRRRBR"
 
 
 def test_a_step_stays_while_a_base_is_made_of_it_whatever_the_policy_says(tmp_path, monkeypatch):
@@ -187,27 +187,22 @@ def test_a_step_stays_while_a_base_is_made_of_it_whatever_the_policy_says(tmp_pa
         return write(*args, **kwargs)
 
     monkeypatch.setattr(new_base, "write", slow)
-    run, keep = support.dict_run(mesh_of((1, 1))), adacheck.KeepLineage(LatestN(2))
-    handler = adacheck.AdaCheckHandler(run.recorder, keep_lineage=keep)
-    saved, listed = {}, {}
-    with manager_of(tmp_path, handler, preservation_policy=keep) as manager:
-        for step in range(1, 11):
-            run.advance()
-            saved[step] = host_copy(run.state)
-            manager.save(step, args=adacheck.SaveArgs(run.state))
-            manager.wait_until_finished()
-            listed[step] = [*manager.all_steps()]
-            if step == 6:  # with six deltas the line is full, and the loop would write a base
-                may_write.set()
-                _bases(handler)._pending.written.result()
-        newest = lookup.resolve(tmp_path / "10" / "default")
-        assert listed[3] == [2, 3]
-        assert listed[6] == [4, 5, 6]
-        assert 4 not in listed[10]
+    keep, listed = adacheck.KeepLineage(LatestN(2)), {}
+    loop = Loop(tmp_path, keep_lineage=keep, manager={"preservation_policy": keep})
+    for step in range(1, 11):
+        loop.save()
+        listed[step] = [*loop.manager.all_steps()]
+        if step == 6:  # with six deltas the line is full, and the loop would write a base
+            may_write.set()
+            _bases(loop.handler)._pending.written.result()
+    newest = lookup.resolve(tmp_path / "10" / "default")
+    assert listed[3] == [2, 3]
+    assert listed[6] == [4, 5, 6]
+    assert 4 not in listed[10]
     assert newest.base.step >= 4
     assert "compacted" in newest.base.reason
-    kept = {step: saved[step] for step in (9, 10)}
-    assert_all_restorable(tmp_path, kept, run.state)
+    loop.forget(*(step for step in range(1, 11) if step not in listed[10]))
+    loop.check()
 
 
 def test_a_step_of_which_no_base_can_be_made_does_not_stay(tmp_path, monkeypatch):
@@ -217,57 +212,28 @@ def test_a_step_of_which_no_base_can_be_made_does_not_stay(tmp_path, monkeypatch
     monkeypatch.setattr(new_base, "write", fails)
     run, keep = support.dict_run(mesh_of((1, 1))), adacheck.KeepLineage(LatestN(2))
     handler = adacheck.AdaCheckHandler(run.recorder, keep_lineage=keep)
-    trained(tmp_path, run, handler, 10, settle=False, preservation_policy=keep)
+    trained(tmp_path, run, handler, 10, settles=False, preservation_policy=keep)
     assert [each.step for each in roots.steps_of(tmp_path)] == [9, 10]
 
 
 def test_a_base_that_waits_for_its_place_holds_up_no_other_handlers(tmp_path):
-    run = support.dict_run(mesh_of((1, 1)))
-    first = adacheck.AdaCheckHandler(run.recorder)
-    saved = {}
-    with manager_of(tmp_path, first) as manager:
-        for step in range(1, 6):
-            run.advance()
-            saved[step] = host_copy(run.state)
-            manager.save(step, args=adacheck.SaveArgs(run.state))
-            manager.wait_until_finished()
-        _bases(first)._pending.written.result()
-        second = adacheck.AdaCheckHandler(run.recorder)
-        saved |= trained(tmp_path, run, second, 5)
-        second.close()
+    first = Loop(tmp_path)
+    first.save(5)
+    _bases(first.handler)._pending.written.result()
+    second = adacheck.AdaCheckHandler(first.run.recorder)
+    first.states |= trained(tmp_path, first.run, second, 5)
+    second.close()
     assert 9 in bases_of(tmp_path)
-    first.close()
+    first.handler.close()
     assert bases_of(tmp_path) == [1, 4, 6, 9]
-    assert_all_restorable(tmp_path, saved, run.state)
-
-
-def test_no_base_is_made_in_the_background_where_that_is_refused(tmp_path):
-    run = support.dict_run(mesh_of((1, 1)))
-    trained(
-        tmp_path,
-        run,
-        adacheck.AdaCheckHandler(run.recorder, shadow=adacheck.Shadow(background_bases=False)),
-        6,
-    )
-    assert kinds(tmp_path) == ["B", "R", "R", "R", "B", "R"]
-
-
-def test_without_room_for_a_copy_the_loop_writes_bases(tmp_path, monkeypatch):
-    monkeypatch.setattr(ShadowThread, "has_room_for_copy", False)
-    run = support.dict_run(mesh_of((1, 1)))
-    trained(tmp_path, run, adacheck.AdaCheckHandler(run.recorder), 6)
-    assert kinds(tmp_path) == ["B", "R", "R", "R", "B", "R"]
+    first.check()
 
 
 def test_recorded_steps_go_on_while_a_base_is_made(tmp_path):
-    run = support.dict_run(mesh_of((1, 1)))
-    handler = adacheck.AdaCheckHandler(run.recorder)
-    saved = {}
-    with manager_of(tmp_path, handler) as manager:
-        for step in range(1, 16):
-            run.advance()
-            saved[step] = host_copy(run.state)
-            if step % 2 or not handler.record_step(run.state, step):
-                manager.save(step, args=adacheck.SaveArgs(run.state))
-    assert_all_restorable(tmp_path, saved, run.state)
+    loop = Loop(tmp_path)
+    for step in range(1, 16):
+        loop.train()
+        if step % 2 or not loop.record():
+            loop.put()
+    loop.check()
     assert len(bases_of(tmp_path)) > 1

@@ -15,6 +15,7 @@ from adacheck_jax.state.snapshot import Snapshots
 from adacheck_jax.update import exported_program
 from adacheck_jax.update.binding import recorders_of
 from tests import support
+from tests.save.loop import Loop
 
 
 def exported_by_a_new_handler(recorder, params, check="full"):
@@ -91,25 +92,19 @@ def test_an_update_that_reads_what_the_train_step_computes_is_stored(tmp_path):
         return jax.tree.map(lambda x: -rate[0] * x, updates), state
 
     tx = optax.GradientTransformation(lambda params: optax.EmptyState(), update)
-    recorder, saved = adacheck.Recorder(tx), {}
+    recorder = adacheck.Recorder(tx)
 
     @jax.jit
-    def step(state, value):
-        rate[0] = value
+    def step(state, data):
+        rate[0] = 0.1 * data[0][0, 0]
         updates, opt = recorder.update(state["params"], state["opt"], state["params"])
         return {"params": optax.apply_updates(state["params"], updates), "opt": opt}
 
     params = {"w": jnp.linspace(0.0, 1.0, 40)}
     state = {"params": params, "opt": recorder.init(params)}
-    with support.manager_of(tmp_path, adacheck.AdaCheckHandler(recorder)) as manager:
-        for number in range(4):
-            state = step(state, jnp.float32(0.1 * number))
-            saved[number] = support.host_copy(state)
-            manager.save(number, args=adacheck.SaveArgs(state))
-            manager.wait_until_finished()
-        for number, expected in saved.items():
-            args = adacheck.RestoreArgs(support.abstract(state))
-            support.assert_same_bits(manager.restore(number, args=args), expected)
+    loop = Loop(tmp_path, support.Run(recorder, state, step))
+    loop.save(4)
+    loop.check()
 
 
 def test_what_is_kept_for_handlers_lives_as_long_as_the_recorder():

@@ -26,7 +26,7 @@ from adacheck_jax.schedule.waste import Schedule
 from adacheck_jax.store import delta_writer, host_memory, volumes
 from adacheck_jax.store.packs import writer
 from tests import support
-from tests.save.test_checks import deltas_of, kinds
+from tests.save.loop import deltas_of, kinds
 
 SMALL, LARGE = 1 << 10, 1 << 17
 """Elements of what is copied before a save returns, and of what is viewed."""

@@ -18,34 +18,30 @@ from adacheck_jax.save.line import planner
 from adacheck_jax.state.exported_update import ExportedUpdates
 from adacheck_jax.state.snapshot import Snapshots
 from adacheck_jax.update.binding import recorders_of
-from tests.support import assert_same_bits, host_copy, manager_of
+from tests import support
+from tests.save.loop import Loop
 
 SHAPE = (1000, 512)
 
 
-class Run:
+def run_of():
     """adam over a matrix, a large vector and a number."""
+    recorder = adacheck.Recorder(optax.adam(1e-2))
+    large = jnp.linspace(0.5, 2.0, SHAPE[0] * SHAPE[1]).reshape(SHAPE)
+    params = {"w": large, "v": jnp.linspace(-1.0, 1.0, 6007), "s": jnp.ones(())}
 
-    def __init__(self):
-        self.recorder = adacheck.Recorder(optax.adam(1e-2))
-        large = jnp.linspace(0.5, 2.0, SHAPE[0] * SHAPE[1]).reshape(SHAPE)
-        params = {"w": large, "v": jnp.linspace(-1.0, 1.0, 6007), "s": jnp.ones(())}
-        self.state = {"params": params, "opt": self.recorder.init(params)}
+    @jax.jit
+    def step(state):
+        gradient = jax.tree.map(jnp.sin, state["params"])
+        updates, opt = recorder.update(gradient, state["opt"], state["params"])
+        return {"params": optax.apply_updates(state["params"], updates), "opt": opt}
 
-        @jax.jit
-        def step(state):
-            gradient = jax.tree.map(jnp.sin, state["params"])
-            updates, opt = self.recorder.update(gradient, state["opt"], state["params"])
-            return {"params": optax.apply_updates(state["params"], updates), "opt": opt}
+    state = {"params": params, "opt": recorder.init(params)}
+    return support.Run(recorder, state, lambda state, _: jax.block_until_ready(step(state)))
 
-        self.step = step
 
-    def advance(self):
-        self.state = jax.block_until_ready(self.step(self.state))
-
-    def edit_row(self, row):
-        params = self.state["params"]
-        params["w"] = jax.block_until_ready(params["w"].at[row].add(1.0))
+def edit_row(loop, row):
+    loop.edit("params/w", lambda x: x.at[row].add(1.0))
 
 
 def sampling_of(run, proves):
@@ -72,7 +68,7 @@ def taken(witness):
 
 
 def test_a_sample_is_thinned_while_the_next_step_is_proved_and_finds_what_is_wrong():
-    run, proves = Run(), [False]
+    run, proves = run_of(), [False]
     snapshots, snapshot, sampling = sampling_of(run, lambda: proves[0])
     before = sampling.witness(snapshot.arrays, 1)
     until(lambda: sampling.is_ready)
@@ -97,7 +93,7 @@ def test_a_sample_is_thinned_while_the_next_step_is_proved_and_finds_what_is_wro
 
 
 def test_until_a_shadow_is_there_the_thin_programs_compute_dense_samples():
-    run, proves = Run(), [None]
+    run, proves = run_of(), [None]
     snapshots, snapshot, sampling = sampling_of(run, lambda: proves[0])
     before = sampling.witness(snapshot.arrays, 1)  # from the host
     dense = taken(before)
@@ -128,59 +124,40 @@ def test_where_the_shadow_takes_no_state_the_first_step_is_sampled_densely(tmp_p
         raise MemoryError
 
     monkeypatch.setattr(shadow_state.ShadowState, "_load", fail)
-    run, saved = Run(), {}
-    with manager_of(tmp_path, adacheck.AdaCheckHandler(run.recorder)) as manager:
-        for step in range(1, 5):
-            run.advance()
-            if step > 1:
-                run.edit_row(130 * step)  # which a thin sample of the second step misses
-            saved[step] = host_copy(run.state)
-            manager.save(step, args=adacheck.SaveArgs(run.state))
-            if step > 1:
-                may_fail.set()
-    args = adacheck.RestoreArgs(jax.tree.map(np.asarray, run.state))
-    with manager_of(tmp_path, adacheck.AdaCheckHandler(run.recorder)) as manager:
-        for step, expected in saved.items():
-            assert_same_bits(manager.restore(step, args=args), expected)
+    loop = Loop(tmp_path, run_of())
+    for step in range(1, 5):
+        loop.train()
+        if step > 1:
+            edit_row(loop, 130 * step)  # which a thin sample of the second step misses
+        loop.put()
+        may_fail.set()  # not before the first sample is taken
+    loop.check()
 
 
 @pytest.mark.parametrize("own", [adacheck.Shadow(bytes=1), None])
 def test_without_a_shadow_an_edited_row_is_always_found_and_stored(tmp_path, own):
-    run, saved = Run(), {}
-    with manager_of(tmp_path, adacheck.AdaCheckHandler(run.recorder, shadow=own)) as manager:
-        for step in range(1, 9):
-            run.advance()
-            if step > 3:
-                run.edit_row(100 * step)
-            saved[step] = host_copy(run.state)
-            manager.save(step, args=adacheck.SaveArgs(run.state))
-            manager.wait_until_finished()
-    args = adacheck.RestoreArgs(jax.tree.map(np.asarray, run.state))
-    with manager_of(tmp_path, adacheck.AdaCheckHandler(run.recorder)) as manager:
-        for step, expected in saved.items():
-            assert_same_bits(manager.restore(step, args=args), expected)
+    loop = Loop(tmp_path, run_of(), shadow=own)
+    for step in range(1, 9):
+        loop.train()
+        if step > 3:
+            edit_row(loop, 100 * step)
+        loop.put_and_wait()
+    loop.check()
 
 
 def test_a_state_that_was_moved_to_other_memory_is_saved(tmp_path):
-    run, saved = Run(), {}
-    handler = adacheck.AdaCheckHandler(run.recorder, shadow=None)
-    with manager_of(tmp_path, handler) as manager:
-        for step in range(1, 12):
-            run.advance()
-            if step > 8:  # programs that take samples are compiled for the memory before
-                away = SingleDeviceSharding(jax.devices()[0], memory_kind="pinned_host")
-                run.state = jax.device_put(run.state, away) if step < 11 else run.state
-            saved[step] = host_copy(run.state)
-            manager.save(step, args=adacheck.SaveArgs(run.state))
-            manager.wait_until_finished()
-            if step == 3:
-                (line,) = handler.run.lines._savers.values()
-                until(lambda: line._planner._checker[2].is_ready)  # noqa: B023
-            run.state = jax.tree.map(lambda x: jax.device_put(np.asarray(x)), run.state)
-    args = adacheck.RestoreArgs(jax.tree.map(np.asarray, run.state))
-    with manager_of(tmp_path, adacheck.AdaCheckHandler(run.recorder)) as manager:
-        for step, expected in saved.items():
-            assert_same_bits(manager.restore(step, args=args), expected)
+    away = SingleDeviceSharding(jax.devices()[0], memory_kind="pinned_host")
+    loop = Loop(tmp_path, run_of(), shadow=None)
+    for step in range(1, 12):
+        loop.train()
+        if 8 < step < 11:  # programs that take samples are compiled for the memory before
+            loop.run.state = jax.device_put(loop.run.state, away)
+        loop.put_and_wait()
+        if step == 3:
+            (line,) = loop.handler.run.lines._savers.values()
+            until(lambda: line._planner._checker[2].is_ready)  # noqa: B023
+        loop.run.state = jax.tree.map(lambda x: jax.device_put(np.asarray(x)), loop.run.state)
+    loop.check()
 
 
 def test_a_run_in_which_something_was_found_samples_all_again(monkeypatch):

@@ -5,13 +5,13 @@ import logging
 import pytest
 
 import adacheck_jax as adacheck
-from adacheck_jax.format.manifest import BaseManifest
 from adacheck_jax.schedule import line
 from adacheck_jax.schedule.stopwatch import Stopwatch
 from adacheck_jax.schedule.waste import Schedule
-from adacheck_jax.store.steps import roots
 from tests import support
 from tests.processes import launch
+from tests.save.loop import Loop
+from tests.save.loop import kinds as every
 
 FIVE = {
     **{"step_s": 1.0, "delta_blocking_s": 0.01, "base_blocking_s": 1.0},
@@ -35,8 +35,7 @@ def fake(monkeypatch, costs):
 
 
 def kinds(root):
-    steps = roots.steps_of(root)
-    return "".join("B" if isinstance(each.manifest, BaseManifest) else "d" for each in steps)
+    return "".join("B" if each == "B" else "d" for each in every(root))
 
 
 def run_of():
@@ -51,15 +50,12 @@ def told(caplog):
 @pytest.mark.usefixtures("two_at_first")
 def test_the_measured_costs_say_how_many_deltas_follow_a_base(tmp_path, monkeypatch, caplog):
     fake(monkeypatch, FIVE)
-    run = run_of()
-    handler = adacheck.AdaCheckHandler(
-        run.recorder, max_deltas=adacheck.AdaptivePolicy(**RARELY), shadow=None
-    )
+    policy = adacheck.AdaptivePolicy(**RARELY)
     with (
-        support.manager_of(tmp_path, handler) as manager,
         caplog.at_level(logging.INFO, "adacheck_jax"),
+        Loop(tmp_path, max_deltas=policy, shadow=None) as loop,
     ):
-        support.save_steps(manager, run, 17)
+        loop.save(17)
     assert kinds(tmp_path) == "Bdd" + "Bddddd" * 2 + "Bd"
     (message,) = told(caplog)
     assert message.startswith("schedule: a base each 5 deltas, because a step takes 1 s, a save of")
@@ -68,13 +64,11 @@ def test_the_measured_costs_say_how_many_deltas_follow_a_base(tmp_path, monkeypa
 
 @pytest.mark.usefixtures("two_at_first")
 def test_what_is_really_measured_is_enough_to_choose_by(tmp_path, caplog):
-    run = run_of()
-    handler = adacheck.AdaCheckHandler(run.recorder, shadow=None)  # the loop writes bases
     with (
-        support.manager_of(tmp_path, handler) as manager,
         caplog.at_level(logging.INFO, "adacheck_jax"),
+        Loop(tmp_path, shadow=None) as loop,  # the loop writes bases
     ):
-        support.save_steps(manager, run, 11)
+        loop.save(11)
     assert kinds(tmp_path) == "BddBddBdddd"
     assert len(told(caplog)) == 1
 
@@ -82,42 +76,30 @@ def test_what_is_really_measured_is_enough_to_choose_by(tmp_path, caplog):
 @pytest.mark.usefixtures("two_at_first")
 def test_one_object_says_when_a_save_is_due_and_when_a_base(tmp_path, monkeypatch):
     fake(monkeypatch, FIVE | {"delta_blocking_s": 3.0, "defer_blocking_s": 0.0})
-    run, policy = run_of(), adacheck.AdaptivePolicy(**RARELY)
-    handler, states, saved = (
-        adacheck.AdaCheckHandler(run.recorder, max_deltas=policy, shadow=None),
-        {},
-        [],
-    )
-    with support.manager_of(tmp_path, handler, save_decision_policy=policy) as manager:
-        for step in range(1, 22):
-            run.advance()
-            states[step] = support.host_copy(run.state)
-            if manager.should_save(step) or not handler.record_step(run.state, step):
-                manager.save(step, args=adacheck.SaveArgs(run.state), force=True)
-                saved.append(step)
+    policy, saved = adacheck.AdaptivePolicy(**RARELY), []
+    about = {"save_decision_policy": policy}
+    loop = Loop(tmp_path, max_deltas=policy, shadow=None, manager=about)
+    for step in range(1, 22):
+        loop.train()
+        if loop.manager.should_save(step) or not loop.record():
+            loop.put(force=True)
+            saved.append(step)
     # From the second base on saves are so dear that one holds all deltas of a lineage.
     assert saved == [1, 2, 3, 4, 9, 10, 15, 16, 21]
+    loop.check()
     assert kinds(tmp_path) == "BddBdBdBd"
-    other = adacheck.AdaCheckHandler()
-    with support.manager_of(tmp_path, other) as manager:
-        target = support.abstract(run.state)
-        for step, holder in ((7, 9), (9, 9), (17, 21)):
-            found = manager.restore(holder, args=adacheck.RestoreArgs(target, step=step))
-            support.assert_same_bits(found, states[step])
 
 
 def test_a_resumed_run_measures_what_its_restore_took(tmp_path, monkeypatch):
-    run, resumed, noted = run_of(), run_of(), []
-    with support.manager_of(tmp_path, adacheck.AdaCheckHandler(run.recorder)) as manager:
-        support.save_steps(manager, run, 7)
-    handler = adacheck.AdaCheckHandler(resumed.recorder)
-    with support.manager_of(tmp_path, handler) as manager:
-        for step in (3, 7):
-            target = adacheck.RestoreArgs(support.abstract(resumed.state))
-            resumed.state, resumed.count = manager.restore(step, args=target), step
-        take = Stopwatch.take
-        monkeypatch.setattr(Stopwatch, "take", lambda watch: noted.append(take(watch)) or ())
-        support.save_steps(manager, resumed, 1)
+    noted, take = [], Stopwatch.take
+    loop = Loop(tmp_path)
+    loop.save(7)
+    loop.reopen(3)
+    target = adacheck.RestoreArgs(support.abstract(loop.run.state))
+    loop.run.state, loop.number = loop.manager.restore(7, args=target), 7
+    monkeypatch.setattr(Stopwatch, "take", lambda watch: noted.append(take(watch)) or ())
+    loop.save(1)
+    loop.manager.close()
     (measured,) = noted
     assert [name for name, _, _ in measured] == ["open_s", "base_restore_s", "replay_s"]
     assert all(seconds > 0 for _, seconds, _ in measured)

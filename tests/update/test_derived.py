@@ -13,12 +13,10 @@ import pytest
 from jax.sharding import PartitionSpec
 
 from adacheck_jax import Recorder
-from adacheck_jax.device import trees
 from adacheck_jax.errors import RecorderError
-from adacheck_jax.update import binding as bindings
-from adacheck_jax.update import params_search
 from adacheck_jax.update import program as update_program
 from tests.support import assert_same_bits, host_copy, mesh_of
+from tests.update.replaying import bind, bind_all, expected_of, replay
 
 PARAMS = {
     "dense": {"kernel": jnp.linspace(-1.0, 1.0, 2048).reshape(32, 64), "bias": jnp.ones(64)},
@@ -39,11 +37,6 @@ def warming_average(params: Any, ema: Any, count: Any) -> Any:
 def hard_copy(params: Any, target: Any, count: Any) -> Any:
     same = jax.tree.map(lambda p, t: p.astype(t.dtype), params, target)
     return optax.periodic_update(same, target, count, 3)
-
-
-def bind_all(recorders: Any, state: Any, params_path: Any = None) -> Any:
-    types = params_search.leaf_types(trees.flatten(state)[0])
-    return bindings.bind_all({"": tuple(recorders)}, types, params_path)
 
 
 def state_of(recorder: Recorder, names: Any = None) -> Any:
@@ -74,18 +67,12 @@ def test_the_update_program_computes_the_bits_of_the_train_step(function, dtypes
         ema = recorder.derive("ema", opt, params, state["ema"])
         return {"params": params, "opt": opt, "ema": ema}
 
-    (binding,) = bind_all([recorder], state)
-    replay = jax.jit(update_program.joint_function([binding]))
+    binding = bind(recorder, state)
+    function = jax.jit(update_program.joint_function([binding]))
     for number in range(4):
         after = train_step(state, jnp.float32(number))
-        old, new = (trees.flatten(each)[0] for each in (state, after))
-        params, inner = ([old[path] for path in each] for each in (binding.params, binding.inner))
-        record, extra = ([new[path] for path in each] for each in (binding.record, binding.extra))
-        found = replay(params, inner, record, extra, update_program.switches(1))
-        for path, leaf in zip(
-            (*binding.params, *binding.inner), (*found[0], *found[1]), strict=True
-        ):
-            assert np.asarray(leaf).tobytes() == np.asarray(new[path]).tobytes(), path
+        found = replay(binding, state, after, function)
+        assert_same_bits(found, expected_of(binding, after))
         # Evaluated for itself no compiler has anything to fuse it with.
         alone = recorder.derive("ema", after["opt"], after["params"], state["ema"])
         assert_same_bits(alone, host_copy(after["ema"]))
@@ -138,7 +125,7 @@ def test_the_bits_inside_shard_map_are_those_outside():
 
 def test_a_copy_of_the_params_that_is_named_is_not_taken_for_the_params():
     recorder = Recorder(optax.adamw(1e-2), derived={"ema": average})
-    (binding,) = bind_all([recorder], state_of(recorder))
+    binding = bind(recorder, state_of(recorder))
     assert binding.params[0] == "params/dense/bias"
     assert binding.inner[-3:] == ("ema/dense/bias", "ema/dense/kernel", "ema/scale")
     assert binding.extra == ()
@@ -147,17 +134,16 @@ def test_a_copy_of_the_params_that_is_named_is_not_taken_for_the_params():
 def test_the_counter_is_consumed_if_a_tree_depends_on_it():
     derived = {"ema": average, "slow": warming_average}
     recorder = Recorder(optax.adamw(1e-2), derived=derived)
-    (binding,) = bind_all([recorder], state_of(recorder))
+    binding = bind(recorder, state_of(recorder))
     assert binding.extra == ("opt/adacheck_count",)
 
 
 def test_each_recorder_has_the_tree_beside_it():
     recorders = {
-        f"{name}/opt": (Recorder(optax.adam(1e-2), derived={"ema": average}),) for name in "dg"
+        f"{name}/opt": Recorder(optax.adam(1e-2), derived={"ema": average}) for name in "dg"
     }
-    state = {prefix[0]: state_of(each) for prefix, (each,) in recorders.items()}
-    types = params_search.leaf_types(trees.flatten(state)[0])
-    found = {each.prefix: each.inner[-1] for each in bindings.bind_all(recorders, types, None)}
+    state = {prefix[0]: state_of(each) for prefix, each in recorders.items()}
+    found = {each.prefix: each.inner[-1] for each in bind_all(recorders, state)}
     assert found == {"d/opt": "d/ema/scale", "g/opt": "g/ema/scale"}
 
 
@@ -165,10 +151,10 @@ def test_a_name_that_fits_two_subtrees_is_refused_with_the_remedy():
     recorder = Recorder(optax.adam(1e-2), derived={"ema": average})
     state = {**state_of(recorder, []), "a": {"ema": PARAMS}, "b": {"ema": PARAMS}}
     with pytest.raises(RecorderError, match=r"found 'a/ema', 'b/ema'.*derived=\{'a/ema': \.\.\.\}"):
-        bind_all([recorder], state)
+        bind(recorder, state)
     recorder = Recorder(optax.adam(1e-2), derived={"b/ema": average})
     state["opt"] = recorder.init(PARAMS)
-    (binding,) = bind_all([recorder], state, "params")
+    binding = bind(recorder, state, "params")
     assert binding.inner[-1] == "b/ema/scale"
 
 
@@ -185,13 +171,13 @@ def test_a_tree_of_another_form_is_bound_once_it_was_seen(caplog):
     recorder = Recorder(optax.adam(1e-2), derived={"ema": both})
     state = {**state_of(recorder, []), "ema": Pair(PARAMS["dense"], PARAMS["scale"])}
     with caplog.at_level(logging.INFO):
-        (binding,) = bind_all([recorder], state)
+        binding = bind(recorder, state)
     assert "is stored until derive() was called with it" in caplog.text
     assert not any(path.startswith("ema/") for path in binding.inner)
     before = recorder.version
     jax.eval_shape(lambda s: recorder.derive("ema", s["opt"], PARAMS, s["ema"]), state)
     assert recorder.version != before
-    (binding,) = bind_all([recorder], state)
+    binding = bind(recorder, state)
     own = ("ema/first/bias", "ema/first/kernel", "ema/second")
     assert binding.inner[-3:] == own
 
@@ -199,7 +185,7 @@ def test_a_tree_of_another_form_is_bound_once_it_was_seen(caplog):
 def test_a_tree_that_was_guessed_right_is_bound_only_once():
     recorder = Recorder(optax.adam(1e-2), derived={"ema": average})
     state = state_of(recorder)
-    bind_all([recorder], state)
+    bind(recorder, state)
     before = recorder.version
     recorder.derive("ema", state["opt"], PARAMS, state["ema"])
     assert recorder.version == before
@@ -208,7 +194,7 @@ def test_a_tree_that_was_guessed_right_is_bound_only_once():
 def test_a_recorder_that_runs_apart_binds_no_tree():
     recorder = Recorder(optax.adam(1e-2), derived={"ema": average})
     recorder.separate = True
-    (binding,) = bind_all([recorder], state_of(recorder), "params")
+    binding = bind(recorder, state_of(recorder), "params")
     assert binding.derived == ()
 
 

@@ -1,7 +1,5 @@
 """Element-wise updates are told from those whose bits depend on the order of a sum."""
 
-import logging
-
 import jax
 import jax.flatten_util
 import jax.numpy as jnp
@@ -10,11 +8,11 @@ import pytest
 from optax import contrib
 
 import adacheck_jax as adacheck
-from adacheck_jax.store.steps import manifest_file, roots
 from adacheck_jax.update import exactness
 from adacheck_jax.update.exactness import Level
 from tests import support
-from tests.support import abstract, assert_same_bits, manager_of, mesh_of, save_steps
+from tests.save.loop import Loop, manifest_of
+from tests.support import abstract, assert_same_bits, mesh_of
 
 X = jax.ShapeDtypeStruct((8, 4), jnp.float32)
 N = jax.ShapeDtypeStruct((8, 4), jnp.int32)
@@ -150,45 +148,31 @@ SUMS = optax.chain(optax.stateless(added_up), optax.adam(1e-3))
 
 
 @pytest.mark.slow
-@pytest.mark.first(1)
 def test_an_update_with_large_sums_in_the_train_steps_program_is_not_replayed(tmp_path, caplog):
-    run = support.dict_run(mesh_of((4, 2)), SUMS)
-    handler = adacheck.AdaCheckHandler(run.recorder)
-    with (
-        caplog.at_level(logging.WARNING, logger="adacheck_jax"),
-        manager_of(tmp_path, handler) as manager,
-    ):
-        saved = save_steps(manager, run, 4)
-        for mesh in (mesh_of((4, 2)), mesh_of((2, 4)), mesh_of((1, 1))):
-            target = adacheck.RestoreArgs(abstract(run.state, mesh))
-            assert_same_bits(manager.restore(4, args=target), saved[4])
-            assert handler.restored
-            assert handler.restored.exact
-    found = [step.manifest for step in roots.steps_of(tmp_path)]
-    assert "".join(type(each).__name__[0] for each in found) == "BDDD"
-    assert not any(getattr(each, "has_update", False) for each in found)
-    records = [each for each in caplog.records if each.name.startswith("adacheck_jax")]
-    warnings = [record.getMessage() for record in records]
-    assert len(warnings) == 1
+    loop = Loop(tmp_path, support.dict_run(mesh_of((4, 2)), SUMS))
+    loop.save(4)
+    for mesh in (mesh_of((4, 2)), mesh_of((2, 4)), mesh_of((1, 1))):
+        target = adacheck.RestoreArgs(abstract(loop.run.state, mesh))
+        assert_same_bits(loop.manager.restore(4, args=target), loop.states[4])
+        assert loop.handler.restored.exact
+    assert loop.check() == "BDDD"
+    (warning,) = [x.getMessage() for x in caplog.records if x.name.startswith("adacheck_jax")]
     for part in ("bit-pattern deltas", "cumsum", "before the Recorder", "separate_update"):
-        assert part in warnings[0]
+        assert part in warning
+    update = manifest_of(tmp_path, 1).update
+    paths = [manifest_of(tmp_path, 1).leaves[i].path for i in update.reducing]
+    assert {"params/in/kernel", "params/scale"} <= {*paths}
+    assert not any(path.endswith("count") for path in paths)
 
 
 @pytest.mark.slow
 def test_the_class_of_each_leaf_is_in_the_manifest(tmp_path):
     tx = optax.inject_hyperparams(optax.adam)(1e-3)
-    for name, each in (("sums", SUMS), ("hyper", tx)):
-        run = support.dict_run(mesh_of((2, 2)), each)
-        with manager_of(tmp_path / name, adacheck.AdaCheckHandler(run.recorder)) as manager:
-            save_steps(manager, run, 1)
-
-    def paths(name, which):
-        base = manifest_file.read(tmp_path / name / "1" / "default")
-        return [base.leaves[i].path for i in getattr(base.update, which)]
-
-    assert {"params/in/kernel", "params/scale"} <= set(paths("sums", "reducing"))
-    assert not any(path.endswith("count") for path in paths("sums", "reducing"))
-    assert paths("hyper", "reducing") == []
-    consumed = [path for path in paths("hyper", "extra") if path.endswith("learning_rate")]
+    with Loop(tmp_path, support.dict_run(mesh_of((2, 2)), tx)) as loop:
+        loop.save()
+    base = manifest_of(tmp_path, 1)
+    assert base.update.reducing == ()
+    paths = [[base.leaves[i].path for i in each] for each in (base.update.extra, base.update.inner)]
+    consumed, inner = ([x for x in each if x.endswith("learning_rate")] for each in paths)
     assert [path.split("/")[2] for path in consumed] == ["adacheck_passed"]
-    assert not any("learning_rate" in path for path in paths("hyper", "inner"))
+    assert not inner

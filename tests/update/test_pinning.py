@@ -18,15 +18,15 @@ from optax import contrib
 
 import adacheck_jax as adacheck
 from adacheck_jax import Recorder
-from adacheck_jax.device import trees
 from adacheck_jax.store.steps import roots
-from adacheck_jax.update import binding, exactness, exported_program, params_search
+from adacheck_jax.update import exactness, exported_program
 from adacheck_jax.update import program as update_program
 from adacheck_jax.update.exactness import Level
 from adacheck_jax.update.pinning.fence import can_fence, fence, zero_of
 from adacheck_jax.update.pinning.pinned_function import PinnedFunction
 from tests import support
 from tests.support import abstract, assert_same_bits, host_copy, manager_of, mesh_of, save_steps
+from tests.update.replaying import bind, lists_of
 
 ZERO = np.zeros((), np.uint32)
 FLOATS = [
@@ -417,12 +417,6 @@ def pmapped(case, recorder):
     return step
 
 
-def lists_of(bound, params, state):
-    leaves, _ = trees.flatten({"params": params, "opt": state})
-    names = (bound.params, bound.inner, bound.record, bound.extra)
-    return [[leaves[path] for path in each] for each in names]
-
-
 @pytest.mark.first(1)
 @pytest.mark.parametrize("name", CASES)
 def test_a_replayed_update_has_every_bit_of_the_trained_one(name):
@@ -433,8 +427,7 @@ def test_a_replayed_update_has_every_bit_of_the_trained_one(name):
     state = support.place(recorder.init(initial(case)), mesh)
     if case.how != "jit":
         params, state = initial(case), recorder.init(initial(case))
-    types = params_search.leaf_types(trees.flatten({"params": params, "opt": state})[0])
-    (bound,) = binding.bind_all({"": (recorder,)}, types, None)
+    bound = bind(recorder, {"params": params, "opt": state})
     update = jax.jit(update_program.update_function(recorder, bound.signature))
     step = pmapped(case, recorder) if case.how == "pmap" else step_of(case, recorder, mesh)
     for number in range(3):
@@ -443,9 +436,9 @@ def test_a_replayed_update_has_every_bit_of_the_trained_one(name):
         x = x[:, None] if case.how == "pmap" else x
         if case.steered:
             state.adacheck_inner.hyperparams["learning_rate"] = jnp.float32(0.01 / (number + 3))
-        before = jax.tree.map(np.asarray, lists_of(bound, params, state))[:2]
+        before = jax.tree.map(np.asarray, lists_of(bound, {"params": params, "opt": state}))[:2]
         params, state = step(params, state, jnp.asarray(x, case.param_dtype))
-        after = jax.tree.map(np.asarray, lists_of(bound, params, state))
+        after = jax.tree.map(np.asarray, lists_of(bound, {"params": params, "opt": state}))
         replayed = update(*before, *after[2:], ZERO)  # on one device
         assert_same_bits(replayed, [np.array(x) for x in jax.tree.leaves(after[:2])])
     assert case.mesh == (1, 1) or case.how == "pmap" or len(params["a"].sharding.device_set) > 1

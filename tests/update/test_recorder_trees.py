@@ -10,11 +10,10 @@ import pytest
 from flax import nnx
 
 from adacheck_jax import Recorder, separate_update
-from adacheck_jax.device import trees
 from adacheck_jax.errors import RecorderError
-from adacheck_jax.update import binding, params_search
-from adacheck_jax.update import program as update_program
-from tests.support import assert_same_bits, host_copy
+from adacheck_jax.update import binding
+from tests.support import assert_same_bits
+from tests.update.replaying import bind, expected_of, replay
 
 PARAMS = {"kernel": jnp.linspace(-1.0, 1.0, 12).reshape(4, 3), "bias": jnp.ones(3)}
 
@@ -118,31 +117,13 @@ def test_equinox_trains_with_a_recorder_as_with_what_it_wraps(chained, as_argume
     assert int((state[1] if chained else state).adacheck_count) == 3
 
 
-def replayed(recorder, before, after):
-    """What the recorder's update makes of the state before, given the record of the one after."""
-    named, later = trees.flatten(before)[0], trees.flatten(after)[0]
-    (found,) = binding.bind_all({"": (recorder,)}, params_search.leaf_types(later), None)
-    function = jax.jit(update_program.update_function(recorder, found.signature))
-    params, inner = function(
-        [named[path] for path in found.params],
-        [named[path] for path in found.inner],
-        [later[path] for path in found.record],
-        [later[path] for path in found.extra],
-        update_program.switches(1),
-    )
-    expected = [later[path] for path in (*found.params, *found.inner)]
-    return [*params, *inner], host_copy(expected)
-
-
 def test_the_update_of_a_filtered_equinox_model_is_replayed():
     recorder = Recorder(optax.adamw(1e-2))
     (net, state), (next_net, next_state) = (filtered_run(recorder, n) for n in (2, 3))
     before = {"net": eqx.filter(net, eqx.is_array), "opt": state}
     after = {"net": eqx.filter(next_net, eqx.is_array), "opt": next_state}
-    assert_same_bits(*replayed(recorder, before, after))
-    (found,) = binding.bind_all(
-        {"": (recorder,)}, params_search.leaf_types(trees.flatten(after)[0]), None
-    )
+    found = bind(recorder, after)
+    assert_same_bits(replay(found, before, after), expected_of(found, after))
     assert "net/table" not in found.params
     assert found.params[0] == "net/layers/0/weight"
 
@@ -220,12 +201,10 @@ def test_gradients_that_leave_params_out_are_recorded_and_replayed(name, given):
         assert jnp.allclose(params["kernel"], own_params["kernel"])
         states.append({"params": params, "opt": state})
         assert state.adacheck_record["bias"] is None
-        (found,) = binding.bind_all(
-            {"": (recorder,)}, params_search.leaf_types(trees.flatten(states[-1])[0]), None
-        )
+        found = bind(recorder, states[-1])
         assert found.params == ("params/bias", "params/kernel")
         assert found.record == ("opt/adacheck_record/kernel",)
-    assert_same_bits(*replayed(recorder, states[1], states[2]))
+    assert_same_bits(replay(found, states[1], states[2]), expected_of(found, states[2]))
 
 
 def test_params_may_be_left_out_later_and_come_back():
@@ -234,12 +213,8 @@ def test_params_may_be_left_out_later_and_come_back():
     for grads in (PARAMS, {**PARAMS, "bias": None}, {**PARAMS, "kernel": None}, PARAMS):
         _, state = recorder.update(grads, state, PARAMS)
         assert jax.tree.structure(state.adacheck_record) == jax.tree.structure(grads)
-        found = binding.bind_all(
-            {"": (recorder,)},
-            params_search.leaf_types(trees.flatten({"params": PARAMS, "opt": state})[0]),
-            None,
-        )
-        assert len(found[0].record) == len(jax.tree.leaves(grads))
+        found = bind(recorder, {"params": PARAMS, "opt": state})
+        assert len(found.record) == len(jax.tree.leaves(grads))
 
 
 @pytest.mark.parametrize("grads", [{"kernel": jnp.ones(3)}, {**PARAMS, "more": jnp.ones(2)}, None])
@@ -261,11 +236,7 @@ def test_nnx_takes_a_bare_recorder():
         optimizer.update(model, nnx.grad(lambda m: jnp.mean(m(jnp.ones((2, 3))) ** 2))(model))
 
     step(model, optimizer)
-    state = nnx.state((model, optimizer))
-    (found,) = binding.bind_all(
-        {"": (recorder,)}, params_search.leaf_types(trees.flatten(state)[0]), None
-    )
-    assert found.recorder is recorder
+    assert bind(recorder, nnx.state((model, optimizer))).recorder is recorder
 
 
 def test_a_separate_update_takes_trees_with_holes():

@@ -12,13 +12,12 @@ import pytest
 from jax.sharding import AxisType
 
 from adacheck_jax import Recorder
-from adacheck_jax.device import trees
 from adacheck_jax.errors import FormatError, IntegrityError
 from adacheck_jax.format.manifest import Update
-from adacheck_jax.update import binding as bindings
-from adacheck_jax.update import exported_program, params_search
+from adacheck_jax.update import exported_program
 from adacheck_jax.update import program as update_program
 from tests.support import assert_same_bits, host_copy, mesh_of, place
+from tests.update.replaying import bind, lists_of
 
 PARAMS = {
     "dense": {"kernel": jnp.linspace(-1.0, 1.0, 2048).reshape(32, 64), "bias": jnp.ones(64)},
@@ -36,12 +35,6 @@ def copied(tree):
     return jax.tree.map(lambda x: jnp.asarray(np.array(x)), tree)
 
 
-def bind(recorder, state, params_path=None):
-    types = params_search.leaf_types(trees.flatten(state)[0])
-    (binding,) = bindings.bind_all({"": (recorder,)}, types, params_path)
-    return binding
-
-
 def gradients(step):
     rng = np.random.default_rng(step)
     return jax.tree.map(lambda p: jnp.asarray(rng.standard_normal(p.shape), p.dtype), PARAMS)
@@ -56,11 +49,9 @@ def dict_state():
 def exported(recorder, state):
     """The exported update of a state, and the manifest's note of it."""
     binding = bind(recorder, state)
-    leaves, _ = trees.flatten(state)
-    arguments = [
-        [jax.ShapeDtypeStruct(leaves[p].shape, leaves[p].dtype) for p in paths]
-        for paths in (binding.params, binding.inner, binding.record, binding.extra)
-    ]
+    arguments = jax.tree.map(
+        lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), lists_of(binding, state)
+    )
     data = exported_program.export(
         update_program.update_function(recorder, binding.signature),
         arguments,

@@ -22,10 +22,9 @@ from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
 import adacheck_jax as adacheck
 from adacheck_jax.errors import IntegrityError, RecorderError
-from adacheck_jax.format import manifest
-from adacheck_jax.store.steps import roots
 from adacheck_jax.update.pinning.pinned_function import PinnedFunction
 from tests import support
+from tests.save.loop import Loop, kinds
 from tests.support import abstract, assert_same_bits, host_copy, manager_of, mesh_of, save_steps
 
 REDUCING = {
@@ -58,36 +57,27 @@ def separate_run(mesh, tx, dtype=None, **extra_args):
     return support.Run(recorder, state, train_step)
 
 
-def replayed(root):
-    return [
-        isinstance(step.manifest, manifest.DeltaManifest) and step.manifest.has_update
-        for step in roots.steps_of(root)
-    ]
+def loop_of(root, run, **options):
+    """A loop behind the first update: counters are on all devices from there on."""
+    run.advance()
+    return Loop(root, run, **options)
 
 
 @pytest.mark.first(0, slow=1)
 @pytest.mark.parametrize("name", REDUCING)
 @pytest.mark.parametrize("dtype", [None, jnp.bfloat16], ids=["f32", "bf16"])
 def test_reducing_updates_replay_exactly_on_every_mesh_of_the_same_devices(tmp_path, name, dtype):
-    run = separate_run(mesh_of((4, 2)), REDUCING[name], dtype)
-    run.advance()  # counters are on all devices from here on
-    handler = adacheck.AdaCheckHandler(run.recorder)
-    with manager_of(tmp_path, handler) as manager:
-        saved = save_steps(manager, run, 5)
-        for mesh in (mesh_of((4, 2)), mesh_of((8, 1)), mesh_of((1, 1))):
-            for step in (3, 6):
-                target = adacheck.RestoreArgs(abstract(run.state, mesh), require_exact=True)
-                restored = manager.restore(step, args=target)
-                assert_same_bits(restored, saved[step])
-                assert handler.restored
-                assert handler.restored.exact
-                for leaf, wanted in zip(
-                    jax.tree.leaves(restored),
-                    jax.tree.leaves(target.abstract_state),
-                    strict=True,
-                ):
-                    assert leaf.sharding == wanted.sharding
-    assert replayed(tmp_path) == [False, True, True, True, True]
+    loop = loop_of(tmp_path, separate_run(mesh_of((4, 2)), REDUCING[name], dtype))
+    loop.save(5)
+    for mesh in (mesh_of((4, 2)), mesh_of((8, 1)), mesh_of((1, 1))):
+        for step in (3, 5):
+            target = adacheck.RestoreArgs(abstract(loop.run.state, mesh), require_exact=True)
+            found = loop.manager.restore(step, args=target)
+            assert_same_bits(found, loop.states[step])
+            assert loop.handler.restored.exact
+            wanted = jax.tree.map(lambda x: x.sharding, target.abstract_state)
+            assert jax.tree.map(lambda x: x.sharding, found) == wanted
+    assert loop.check() == "BRRRR"
 
 
 class Model(nnx.Module):
@@ -128,29 +118,24 @@ def test_an_nnx_optimizer_and_an_nnx_state_are_taken(tmp_path, form):
                 manager.wait_until_finished()
         args = adacheck.RestoreArgs(abstract(state), require_exact=True)
         assert_same_bits(manager.restore(4, args=args), saved)
-    assert replayed(tmp_path) == [False, True, True, True]
+    assert kinds(tmp_path) == [*"BRRR"]
     if form == "optimizer":
         assert int(optimizer.step[...]) == 5
 
 
 @pytest.mark.slow
 def test_a_run_goes_on_with_deltas_after_a_restore(tmp_path):
-    run = separate_run(mesh_of((4, 2)), REDUCING["muon"])
-    run.advance()
-    with manager_of(tmp_path, adacheck.AdaCheckHandler(run.recorder)) as manager:
-        saved = save_steps(manager, run, 5)
-    again = separate_run(mesh_of((4, 2)), REDUCING["muon"])
-    with manager_of(tmp_path, adacheck.AdaCheckHandler(again.recorder)) as manager:
-        again.state = manager.restore(3, args=adacheck.RestoreArgs(abstract(run.state)))
-        again.count = 3
-        for step in (4, 5):
-            again.advance()
-            assert_same_bits(again.state, saved[step])
-        manager.save(7, args=adacheck.SaveArgs(again.advance()))
-        manager.wait_until_finished()
-        assert_same_bits(
-            manager.restore(7, args=adacheck.RestoreArgs(abstract(run.state))), saved[6]
-        )
+    loop = loop_of(tmp_path, separate_run(mesh_of((4, 2)), REDUCING["muon"]))
+    loop.save(4)
+    loop.manager.close()
+    again = Loop(tmp_path, separate_run(mesh_of((4, 2)), REDUCING["muon"]))
+    again.states, again.run.state = loop.states, loop.run.state  # of which the shardings are taken
+    again.reopen(2)
+    again.run.count = 3
+    for step in (3, 4):
+        assert_same_bits(again.train(), loop.states[step])
+    again.save(1)
+    assert again.check() == "BRRRB"
 
 
 def test_the_update_is_the_one_that_optax_applies(tmp_path):
@@ -167,13 +152,9 @@ def test_the_update_is_the_one_that_optax_applies(tmp_path):
 @pytest.mark.slow
 def test_extra_arguments_reach_the_update_and_are_recorded(tmp_path):
     tx = optax.chain(optax.adam(1e-2), optax.contrib.reduce_on_plateau(patience=1))
-    run = separate_run(mesh_of((2, 2)), tx, value=jnp.float32(1.0))
-    run.advance()
-    with manager_of(tmp_path, adacheck.AdaCheckHandler(run.recorder)) as manager:
-        saved = save_steps(manager, run, 4)
-        target = adacheck.RestoreArgs(abstract(run.state, mesh_of((4, 2))))
-        assert_same_bits(manager.restore(5, args=target), saved[5])
-    assert replayed(tmp_path) == [False, True, True, True]
+    loop = loop_of(tmp_path, separate_run(mesh_of((2, 2)), tx, value=jnp.float32(1.0)))
+    loop.save(4)
+    assert loop.check(mesh_of((4, 2))) == "BRRR"
 
 
 def test_params_and_optimizer_state_are_donated():
@@ -186,15 +167,11 @@ def test_params_and_optimizer_state_are_donated():
 
 @pytest.mark.slow
 def test_a_state_saved_before_the_first_update_is_no_surprise(tmp_path, caplog):
-    run = separate_run(mesh_of((1, 1)), REDUCING["clip inside"])
-    with (
-        caplog.at_level(logging.WARNING, logger="adacheck_jax"),
-        manager_of(tmp_path, adacheck.AdaCheckHandler(run.recorder)) as manager,
-    ):
-        manager.save(0, args=adacheck.SaveArgs(run.state))
-        save_steps(manager, run, 2)
+    loop = Loop(tmp_path, separate_run(mesh_of((1, 1)), REDUCING["clip inside"]))
+    loop.put()
+    loop.save(2)
+    assert loop.check() == "BRR"
     assert not [x for x in caplog.records if x.name.startswith("adacheck_jax")]
-    assert replayed(tmp_path) == [False, True, True]
 
 
 @pytest.mark.slow
@@ -204,13 +181,9 @@ def test_explicit_axes_replay_exactly_too(tmp_path, name):
     run = separate_run(mesh_of((1, 1)), REDUCING[name])
     state = jax.tree.map(np.asarray, run.state)  # optax cannot make every state on such a mesh
     run.state = support.place(state, mesh_of((4, 2), AxisType.Explicit))
-    run.advance()
-    with manager_of(tmp_path, adacheck.AdaCheckHandler(run.recorder)) as manager:
-        saved = save_steps(manager, run, 4)
-        for step, expected in saved.items():
-            target = adacheck.RestoreArgs(abstract(run.state))
-            assert_same_bits(manager.restore(step, args=target), expected)
-    assert replayed(tmp_path) == [False, True, True, True]
+    loop = loop_of(tmp_path, run)
+    loop.save(4)
+    assert loop.check() == "BRRR"
 
 
 @pytest.mark.slow
@@ -227,17 +200,17 @@ def test_another_mesh_that_cuts_alike_starts_a_new_lineage(tmp_path):
     run = separate_run(mesh_of((4, 2)), REDUCING["muon"])
     placed = columns(run.state, mesh_of((4, 2)))
     run.state = jax.device_put(run.state, jax.tree.map(lambda x: x.sharding, placed))
-    run.advance()
-    with manager_of(tmp_path, adacheck.AdaCheckHandler(run.recorder)) as manager:
-        saved = save_steps(manager, run, 2)
-    with manager_of(tmp_path, adacheck.AdaCheckHandler(run.recorder)) as manager:
-        target = adacheck.RestoreArgs(columns(run.state, mesh_of((1, 2))))
-        run.state = manager.restore(3, args=target)
-        saved |= save_steps(manager, run, 3)
-        for step, expected in saved.items():
-            target = adacheck.RestoreArgs(columns(run.state, mesh_of((1, 2))), require_exact=True)
-            assert_same_bits(manager.restore(step, args=target), expected)
-    assert replayed(tmp_path) == [False, True, False, True, True]
+    loop = loop_of(tmp_path, run)
+    loop.save(2)
+    loop.manager.close()
+    loop.open()
+    target = columns(run.state, mesh_of((1, 2)))
+    run.state = loop.manager.restore(2, args=adacheck.RestoreArgs(target))
+    loop.save(3)
+    for step, expected in loop.states.items():
+        args = adacheck.RestoreArgs(target, require_exact=True)
+        assert_same_bits(loop.manager.restore(step, args=args), expected)
+    assert kinds(tmp_path) == [*"BRBRR"]
 
 
 def noisy(scale=lambda: 0.1):
@@ -251,19 +224,18 @@ def noisy(scale=lambda: 0.1):
     return optax.chain(optax.adam(1e-2), optax.stateless(update))
 
 
-class Noisy:
+def noisy_run(tx):
     """Two programs a step, of which the second draws noise."""
+    recorder = adacheck.Recorder(tx)
+    update = adacheck.separate_update(recorder)
+    params = {"w": jnp.linspace(-1.0, 1.0, 64).reshape(8, 8)}
 
-    def __init__(self, tx):
-        self.recorder = adacheck.Recorder(tx)
-        self.update = adacheck.separate_update(self.recorder)
-        params = {"w": jnp.linspace(-1.0, 1.0, 64).reshape(8, 8)}
-        self.state = {"params": params, "opt_state": self.recorder.init(params)}
+    def step(state, _):
+        grads = jax.tree.map(lambda p: jnp.sin(3 * p), state["params"])
+        params, opt_state = update(grads, state["opt_state"], state["params"])
+        return {"params": params, "opt_state": opt_state}
 
-    def advance(self):
-        grads = jax.tree.map(lambda p: jnp.sin(3 * p), self.state["params"])
-        params, opt_state = self.update(grads, self.state["opt_state"], self.state["params"])
-        self.state = {"params": params, "opt_state": opt_state}
+    return support.Run(recorder, {"params": params, "opt_state": recorder.init(params)}, step)
 
 
 ARITHMETIC = {
@@ -277,20 +249,15 @@ ARITHMETIC = {
 @pytest.mark.parametrize("where", ["train", "save"])
 @pytest.mark.parametrize("name", ARITHMETIC)
 def test_an_update_replays_as_it_was_traced_whatever_a_save_is_called_with(tmp_path, name, where):
-    run = Noisy(noisy())
-    handler, saved = adacheck.AdaCheckHandler(run.recorder), {}
-    with manager_of(tmp_path, handler) as manager:
-        for step in (1, 2, 3):
-            with ARITHMETIC[name]() if where == "train" else contextlib.nullcontext():
-                run.advance()
-            saved[step] = host_copy(run.state)
-            with ARITHMETIC[name]() if where == "save" else contextlib.nullcontext():
-                manager.save(step, args=adacheck.SaveArgs(run.state))
-                manager.wait_until_finished()
-        assert replayed(tmp_path) == [False, True, True]
-        for step, expected in saved.items():
-            args = adacheck.RestoreArgs(abstract(run.state))
-            assert_same_bits(manager.restore(step, args=args), expected)
+    loop = Loop(tmp_path, noisy_run(noisy()))
+    for _ in range(3):
+        with ARITHMETIC[name]() if where == "train" else contextlib.nullcontext():
+            loop.train()
+        loop.note()
+        with ARITHMETIC[name]() if where == "save" else contextlib.nullcontext():
+            loop.manager.save(loop.number, args=adacheck.SaveArgs(loop.run.state))
+            loop.manager.wait_until_finished()
+    assert loop.check() == "BRR"
 
 
 @pytest.mark.parametrize("is_traced_again", [False, True])
@@ -305,25 +272,17 @@ def test_a_program_that_is_not_the_one_that_ran_is_noticed(
 
         monkeypatch.setattr(PinnedFunction, "_trace", traced_again)
     scale = [0.1]
-    run = Noisy(noisy(lambda: scale[0]))
-    handler, saved = adacheck.AdaCheckHandler(run.recorder), {}
-    with manager_of(tmp_path, handler) as manager:
-        run.advance()
-        scale[0] = 0.2  # the compiled update keeps 0.1
-        for step in (1, 2, 3):
-            saved[step] = host_copy(run.state)
-            manager.save(step, args=adacheck.SaveArgs(run.state))
-            manager.wait_until_finished()
-            run.advance()
-        for step, expected in saved.items():
-            args = adacheck.RestoreArgs(abstract(run.state))
-            assert_same_bits(manager.restore(step, args=args), expected)
+    loop = Loop(tmp_path, noisy_run(noisy(lambda: scale[0])))
+    loop.run.advance()
+    scale[0] = 0.2  # the compiled update keeps 0.1
+    loop.save(3)
+    loop.check()
     told = "replaying the update does not give the state that was trained" in caplog.text
     assert told == is_traced_again
 
 
 def test_a_separate_update_has_its_own_bits_inside_disable_jit():
-    runs = [Noisy(noisy()), Noisy(noisy())]
+    runs = [noisy_run(noisy()), noisy_run(noisy())]
     for _ in range(2):
         runs[0].advance()
         with jax.disable_jit():
@@ -450,10 +409,8 @@ def test_exact_refuses_what_is_within_rounding_only(muon_steps):
 
 @pytest.mark.slow
 def test_a_damaged_record_of_a_reducing_update_is_never_taken_for_rounding(tmp_path, caplog):
-    run = separate_run(mesh_of((2, 2)), REDUCING["muon"])
-    run.advance()
-    with manager_of(tmp_path, adacheck.AdaCheckHandler(run.recorder)) as manager:
-        save_steps(manager, run, 3)
+    with loop_of(tmp_path, separate_run(mesh_of((2, 2)), REDUCING["muon"])) as loop:
+        loop.save(3)
     packs = support.pack_files(tmp_path / "3" / "default")
     pack = max(packs, key=lambda path: path.stat().st_size)
     data = bytearray(pack.read_bytes())
@@ -461,7 +418,7 @@ def test_a_damaged_record_of_a_reducing_update_is_never_taken_for_rounding(tmp_p
     pack.write_bytes(bytes(data))
     with (
         caplog.at_level(logging.WARNING),
-        manager_of(tmp_path, adacheck.AdaCheckHandler(run.recorder)) as manager,
+        manager_of(tmp_path, adacheck.AdaCheckHandler(loop.run.recorder)) as manager,
         pytest.raises(IntegrityError),
     ):
-        manager.restore(3, args=adacheck.RestoreArgs(abstract(run.state)))
+        manager.restore(3, args=adacheck.RestoreArgs(abstract(loop.run.state)))
