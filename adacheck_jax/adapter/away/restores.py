@@ -129,7 +129,8 @@ def in_holder(
 
     Raises:
         Exception: ``error``, if no step holds it and there should be a directory of it.
-        FileNotFoundError: there is no such step; or other items than the state are asked for, of which there are none.
+        FileNotFoundError: there is no such step; or other items than the state are asked for, of
+            which there are none.
     """
     holder = None if step is None else roots.holder_of(step, root)
     if holder is None and known is not None and step is not None and step not in known:
