@@ -190,8 +190,9 @@ class World:
             what, after_s = self._seen(host, victim, ended_s.get(host))
             seen = f"{who}, {PHASES[phase]}, {setting}: {what}"
             self.tally.counts[seen] += 1
-            most = f"{seen}, seconds at most"
-            self.tally.counts[most] = max(self.tally.counts[most], round(after_s - killed_s))
+            most, late_s = f"{seen}, seconds at most", after_s - killed_s
+            if math.isfinite(late_s):
+                self.tally.counts[most] = max(self.tally.counts[most], round(late_s))
             is_late = phase in ("waiting", "committed") and what == "saved"
             if what not in _expected(victim, phase, setting) and not is_late:
                 self.tally.other.append(f"{self._name}: {seen}; see {self._place}/said-{host}")
