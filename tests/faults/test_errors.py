@@ -471,7 +471,7 @@ class TestPlaces:
                 "to be a directory, found a file at .*Name another place",
             ),
         ],
-        ids=str,
+        ids=lambda each: each if isinstance(each, str) else "",
     )
     def test_options_that_do_not_exist(self, make, told):
         with pytest.raises(ValueError, match=told):
