@@ -193,7 +193,8 @@ class AdaCheckManager(Closing, ocp.CheckpointManager):
                 return super().restore(step, items, restore_kwargs, directory, args)
             except (FileNotFoundError, ValueError) as error:  # the latter where names have a prefix
                 root = located(str(directory or self.directory))
-                holder, args = restores.in_holder(step, root, args, error)
+                known = self.all_steps() if is_own else None
+                holder, args = restores.in_holder(step, root, known, args, error)
                 return super().restore(holder, directory=directory, args=args)
             except KeyError as error:
                 if not is_own:

@@ -36,23 +36,17 @@ def deletion_told(manager: Any, step: Any) -> Iterator[None]:
 
     Raises:
         StepDeletedError: in place of the error of a step that is gone, or goes while this looks.
-        FileNotFoundError: the manager does not know the step, which may never have been there.
+            One that the manager does not know may never have been there.
     """
     try:
         yield
     except AdaCheckError:
         raise
-    except _MISSING as error:
+    except _MISSING:
         known = manager.all_steps()
         number = getattr(step, "step", max(known, default=None) if step is None else step)
-        if number not in known and not isinstance(error, FileNotFoundError):
-            raise
         if number not in known:
-            there = f"those there are {_named(known)}" if known else "there is none"
-            raise FileNotFoundError(
-                f"{manager.directory}: step {number} not found; {there}. Restore one of "
-                "manager.all_steps(); adacheck ls tells which recorded steps they hold."
-            ) from error
+            raise
         name = manager._step_name_format.build_name(number)
         with deletion.told(located(f"{manager.directory}/{name}"), *_MISSING):
             raise
@@ -118,15 +112,32 @@ def described(args: ocp.args.CheckpointArgs | None, item: str | None) -> Mapping
 
 
 def in_holder(
-    step: int | None, root: AnyPath, args: ocp.args.CheckpointArgs | None, error: Exception
+    step: int | None,
+    root: AnyPath,
+    known: Sequence[int] | None,
+    args: ocp.args.CheckpointArgs | None,
+    error: Exception,
 ) -> tuple[int, RestoreArgs]:
     """The later step that holds a step which has no directory, and arguments to restore it there.
 
+    Args:
+        step: number of the step; None for the newest.
+        root: the root.
+        known: steps that have directories; None if the manager does not list those of this root.
+        args: what was asked for.
+        error: Orbax's.
+
     Raises:
-        Exception: ``error``, if no step holds it.
-        FileNotFoundError: other items than the state are asked for, of which there are none.
+        Exception: ``error``, if no step holds it and there should be a directory of it.
+        FileNotFoundError: there is no such step; or other items than the state are asked for, of which there are none.
     """
     holder = None if step is None else roots.holder_of(step, root)
+    if holder is None and known is not None and step is not None and step not in known:
+        there = f"those there are {_named(known)}" if known else "there is none"
+        raise FileNotFoundError(
+            f"{root}: step {step} not found; {there}. Restore one of manager.all_steps(), or a "
+            "recorded step that one of them holds: adacheck ls tells which."
+        ) from error
     if holder is None or holder == step:
         raise error
     if isinstance(args, RestoreArgs) and args.step is None:
