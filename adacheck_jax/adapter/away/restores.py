@@ -129,10 +129,12 @@ def in_holder(
 
     Raises:
         Exception: ``error``, if no step holds it and there should be a directory of it.
-        FileNotFoundError: there is no such step; or other items than the state are asked for, of which there are none.
+        FileNotFoundError: there is no such step; or other items than the state are asked for, of
+            which there are none.
     """
     holder = None if step is None else roots.holder_of(step, root)
-    if holder is None and known is not None and step is not None and step not in known:
+    is_missing = isinstance(error, FileNotFoundError) and holder is None  # else Orbax names it well
+    if is_missing and known is not None and step not in known:
         there = f"those there are {_named(known)}" if known else "there is none"
         raise FileNotFoundError(
             f"{root}: step {step} not found; {there}. Restore one of manager.all_steps(), or a "
