@@ -708,6 +708,18 @@ class TestCommand:
             report = json.loads(self.run("verify", replayed[0], *options, "--json").stdout)
             assert len(report["not_looked_at"]) == len(said)
 
+    def test_verify_does_not_advise_what_was_asked_for_in_vain(self, replayed, tmp_path):
+        root = tmp_path / "root"
+        shutil.copytree(replayed[0], root)
+        for path in item(root, 1).rglob("manifest*"):
+            path.write_bytes(b"no manifest")
+        for options, why in (
+            ((), "(verify --read-data)"),
+            (("--read-data",), "(asked for, and not possible: see the step)"),
+        ):
+            told = json.loads(self.run("verify", root, *options, "--json").stdout)["not_looked_at"]
+            assert any(each.startswith("the array bytes") and why in each for each in told)
+
     def test_inspect_and_ls_tell_how_each_delta_was_checked(self, replayed, monkeypatch):
         support.tell_of_checks(monkeypatch, {3: ""})
         result = self.run("inspect", replayed[0], 3)
