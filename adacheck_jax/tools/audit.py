@@ -171,7 +171,7 @@ def verify_root(
 def _not_looked_at(
     reports: Sequence[StepReport], *, read_data: bool, replay: bool
 ) -> Iterator[str]:
-    """What was not checked, and the option that has it checked, or why it could not be."""
+    """Parts that were not checked, and the option that has them checked, or why they were not."""
     hindered = "asked for, and not possible: see the step"
     unread = sum("data" not in each.checked for each in reports)
     if unread:

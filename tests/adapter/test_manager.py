@@ -103,7 +103,7 @@ def test_a_step_that_another_holds_is_restored_by_its_number(tmp_path, run):
             manager.restore(3, args=ocp.args.Composite(state=wanted, json=ocp.args.JsonRestore()))
         only = ocp.args.Composite(state=dataclasses.replace(wanted, step=3))
         assert_same_bits(manager.restore(4, args=only).state, states[3])
-        with pytest.raises(FileNotFoundError, match="step 9 not found; those there are 1, 2, 4"):
+        with pytest.raises(FileNotFoundError, match="step 9 not found; there: 1 to 2, 4"):
             manager.restore(9, args=ocp.args.Composite(state=wanted))
 
 

@@ -714,6 +714,19 @@ def test_verify_says_in_one_line_what_it_did_not_look_at(replayed):
     assert "3 steps verified: every stored byte was read, and 3 were recomputed." in result.stdout
 
 
+def test_verify_does_not_advise_what_was_asked_for_in_vain(replayed, tmp_path):
+    root = tmp_path / "root"
+    shutil.copytree(replayed[0], root)
+    for path in item(root, 1).rglob("manifest*"):
+        path.write_bytes(b"no manifest")
+    for options, why in (
+        ((), "(verify --read-data)"),
+        (("--read-data",), "(asked for, and not possible: see the step)"),
+    ):
+        told = json.loads(invoked("verify", root, *options, "--json").stdout)["not_looked_at"]
+        assert any(each.startswith("the array bytes") and why in each for each in told)
+
+
 def test_inspect_and_ls_tell_how_each_delta_was_checked(replayed, monkeypatch):
     support.tell_of_checks(monkeypatch, {3: ""})
     result = invoked("inspect", replayed[0], 3)

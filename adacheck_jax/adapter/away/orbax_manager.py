@@ -37,7 +37,7 @@ _ASKING = (
     *("all_steps", "latest_step", "best_step", "reload", "should_save", "delete"),
     *("item_metadata", "metadata", "metrics", "is_saving_in_progress", "check_for_errors"),
 )
-"""What a caller may ask of a manager that knows the save begun last, as :meth:`restore` does."""
+"""Questions of callers that need the save begun last to be known, as :meth:`restore` does."""
 
 
 class AdaCheckManager(Closing, ocp.CheckpointManager):

@@ -17,6 +17,7 @@ from adacheck_jax.adapter import inputs
 from adacheck_jax.adapter.arguments import RestoreArgs, expect_args
 from adacheck_jax.errors import AdaCheckError
 from adacheck_jax.store.steps import deletion, roots
+from adacheck_jax.store.steps.lineage import shown_steps
 from adacheck_jax.store.storage.location import AnyPath, located
 
 _log = logging.getLogger(__name__)
@@ -50,12 +51,6 @@ def deletion_told(manager: Any, step: Any) -> Iterator[None]:
         name = manager._step_name_format.build_name(number)
         with deletion.told(located(f"{manager.directory}/{name}"), *_MISSING):
             raise
-
-
-def _named(steps: Sequence[int], most: int = 10) -> str:
-    """Numbers of steps, of which the newest are named if there are many."""
-    newest = sorted(steps)[-most:]
-    return ", ".join(map(str, newest) if len(newest) == len(steps) else ["...", *map(str, newest)])
 
 
 def telling_deletions(reads: Callable[..., Any]) -> Callable[..., Any]:
@@ -133,11 +128,12 @@ def in_holder(
             which there are none.
     """
     holder = None if step is None else roots.holder_of(step, root)
-    if holder is None and known is not None and step is not None and step not in known:
-        there = f"those there are {_named(known)}" if known else "there is none"
+    is_missing = isinstance(error, FileNotFoundError) and holder is None  # else Orbax names it well
+    if is_missing and step is not None and known is not None and step not in known:
         raise FileNotFoundError(
-            f"{root}: step {step} not found; {there}. Restore one of manager.all_steps(), or a "
-            "recorded step that one of them holds: adacheck ls tells which."
+            f"{root}: step {step} not found; there: {shown_steps(sorted(known))}. Restore one of "
+            "manager.all_steps(), or a recorded step that one of them holds: adacheck ls tells "
+            "which."
         ) from error
     if holder is None or holder == step:
         raise error
