@@ -27,6 +27,8 @@ from tests.processes import Child, forked
 LAYOUTS = ("replicated", "halves", "cut")
 START_S, LIMIT_S = 180.0, 300.0
 """Longest silence before a life begins to train, and longest life."""
+_ENDED_BY_JAX = "JAX distributed service detected fatal errors"
+"""What JAX prints before it ends a process by SIGABRT, since another one has died."""
 _TMPFS_BYTES, _TMPFS_INODES = 64 << 20, 4000
 PHASES = {
     "before": "before its share is written",
@@ -99,7 +101,7 @@ class World:
         self._is_local = not url
         self._kept = {**profile.life, **self._options}.get("kept")
         self._digests: dict[int, str] = {}
-        self._committed, self._deleted = list[int](), set[int]()
+        self._committed, self._deleted, self._lives = list[int](), set[int](), 0
         self._inside, self._begun = dict[int, list[int]](), set[int]()
         self._lines: list[Lines] = []
         self._expected, self._wiped, self._each, self._examined = 0, set[int](), 1, 0
@@ -261,8 +263,11 @@ class World:
             shared["inside"] = self._inside
         if last < 10**6:
             shared["recorded"] = 0.0
-        for each in self._place.glob("out*"):
-            shutil.rmtree(each) if each.is_dir() else each.unlink()
+        before = self._place / f"life-{self._lives}"  # what the last one told, to be read
+        for each in [*self._place.glob("out*"), *self._place.glob("said-*")]:
+            before.mkdir(exist_ok=True)
+            each.rename(before / each.name)
+        self._lives += 1
         arguments = (count, port, self._root, self._place / "out", max(profile.devices // count, 1))
         children = [
             forked(
@@ -363,7 +368,10 @@ class World:
         for number, code in enumerate(codes):
             where = f"{self._name}: {fault or ''} see {self._place}/said-{number}"
             if code < 0 and code != -signal.SIGKILL:
-                self.tally.crashed.append(f"{where}: signal {-code}")
+                said = (self._place / f"said-{number}").read_text(errors="replace")
+                if -signal.SIGKILL not in codes or _ENDED_BY_JAX not in said:
+                    last = said.strip().rpartition("\n")[2]
+                    self.tally.crashed.append(f"{where}: signal {-code}: {last[:300]}")
             elif code > 0 and code not in allowed and (ends or len(codes) == 1):
                 self.tally.other.append(f"{where}: a process failed")
             elif code and ends and len(codes) == 1 and code not in allowed:
@@ -417,7 +425,7 @@ class World:
         """Notes what this life has trained and saved."""
         for own in self._lines:
             self._digests |= {int(w[1]): w[2] for w in own if w[0] == "state"}
-        pending, failed = list[int](), False
+        pending, saved, failed = list[int](), set[int](), False
         for words in self._lines[0]:
             what, step = words[0], int(words[1]) if words[1:] and words[1].isdecimal() else 0
             if what == "recorded":
@@ -425,19 +433,24 @@ class World:
             elif what == "saving":
                 self._inside[step], pending = pending, []
                 self._begun.add(step)
+                saved.add(step)
             elif what == "committed":
                 self._committed.append(step)
                 self._begun.discard(step)
                 self.tally.counts["reported as saved"] += 1
             elif what == "deleted":
-                self._deleted.add(step)
+                # All that was begun has ended by then, and retention has had its turn.
+                newest = sorted({*self._committed, *saved})[-(self._kept or 10**6) :]
+                self._deleted |= {step, *(x for x in self._committed if x < newest[0])}
             elif what == "looked" and words[2] != self._digests.get(step):
                 self.tally.wrong.append(f"{self._name}: step {step} has other bits where looked at")
             elif what == "said" and "Recorded steps that are not saved" in " ".join(words):
                 lost = command.steps_given_up(" ".join(words[1:]))
                 self._inside = {k: [x for x in v if x not in lost] for k, v in self._inside.items()}
                 self.tally.counts["recorded steps given up, told"] += len(lost)
-            failed |= what in ("failed", "unsaved")
+            if what in ("failed", "unsaved"):
+                failed = True
+                saved.discard(step)
         if (unsaved := [words for words in self._lines[0] if words[0] == "unsaved"])[1:]:
             self.tally.other.append(f"{self._name}: refused twice: {' '.join(unsaved[1])}")
         self.tally.counts["edits found too late, and refused"] += len(unsaved)

@@ -19,7 +19,7 @@ ROOT = Path(__file__).parents[2]
 SMALL = {
     "kills": ("crashes=3", "together=2", "phases=2"),
     "memory": ("shadow=3", "hosts=2"),
-    "storage": ("operations=3", "outages=2", "damage=1"),
+    "storage": ("operations=3", "outages=2", "damage=1", "beside=1"),
 }
 
 
@@ -64,6 +64,16 @@ def test_what_a_life_does_not_find_is_lost(tmp_path, now, found):
     told = {kind: getattr(tally, kind) for kind in ("lost", "wrong", "other")}
     assert {kind for kind, each in told.items() if each} == {*found}
     assert all(f"seed 0: {text}" in told[kind] for kind, text in found.items())
+
+
+@pytest.mark.parametrize(("there", "lost"), [((2, 4), ()), ((4,), (2,))])
+def test_what_retention_took_before_a_deletion_is_not_lost(tmp_path, there, lost):
+    world = World(Profile("", life={"kept": 3}), tmp_path, tmp_path, 0, tally := Tally())
+    for lines in ([*BEFORE, "deleted 3"], [*(f"found {n} {n}a" for n in there), *LATER]):
+        world._lines = [[line.split() for line in lines]]
+        world._judge_storage()
+        world._note_saves(is_clean=False)
+    assert tally.lost == [f"seed 0: step {step} is not among {[*there]}" for step in lost]
 
 
 @pytest.mark.parametrize(

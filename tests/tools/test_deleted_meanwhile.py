@@ -185,10 +185,3 @@ def test_the_newest_restorable_step_is_not_one_that_goes(tmp_path, monkeypatch, 
     monkeypatch.setattr(restorable, "check", deleting(check, root / "5"))
     assert adacheck.latest_restorable(root) == 4
     assert not [x for x in caplog.records if x.name.startswith("adacheck_jax")]
-
-
-@pytest.mark.slow
-def test_every_command_beside_a_training_that_deletes(tmp_path):
-    tried = beside.campaign(tmp_path, len(beside.VERBS), seed=0)
-    assert beside.summary(tried)["problems"] == []
-    assert {each.verb for each in tried} == beside.VERBS.keys()
