@@ -34,6 +34,7 @@ from hypothesis import settings
 
 from benchmarks import xla_flags
 from tests.last_words import LastWords
+from tests.slices import Slice
 
 if TYPE_CHECKING:
     from tests.object_stores import Store
@@ -65,8 +66,15 @@ an update.
 """
 
 
+def pytest_addoption(parser: pytest.Parser) -> None:
+    """Adds the option of a slice of the tests."""
+    parser.addoption("--slice", metavar="K/N", help="run slice K modulo N of N slices of the tests")
+
+
 def pytest_configure(config: pytest.Config) -> None:
     """Adds these flags where campaigns are left out, before anything uses JAX."""
+    if given := config.getoption("--slice"):
+        config.pluginmanager.register(Slice(given))
     if not hasattr(config, "workerinput"):  # in the process that starts the workers
         config.pluginmanager.register(LastWords())
     flags = os.environ["XLA_FLAGS"]  # of the caller, or of a process that has added them
