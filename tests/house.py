@@ -199,6 +199,12 @@ def purpose_of(path: Path) -> str:
     return re.sub(r":\w+:`~?(?:[\w.]+\.)?(\w+)`", r"`\1`", first).replace("``", "`").rstrip(".")
 
 
+def brief(purpose: str) -> str:
+    """A purpose up to the first colon, comma or semicolon behind six words or more."""
+    ends = (end.start() for end in re.finditer(r"[:;,] ", purpose))
+    return next((purpose[:end] for end in ends if len(purpose[:end].split()) > 5), purpose)
+
+
 def picture() -> str:
     """The rooms and their arrows in Mermaid; an arrow that others imply is left out."""
     lines = ["```mermaid", "flowchart BT"]
@@ -219,14 +225,14 @@ def parts_of(room: str) -> dict[str, Path]:
 
 
 def lists() -> str:
-    """One list a room: its modules and folders, and the purpose of each."""
+    """One list a room: its modules and folders, and in brief the purpose of each."""
     blocks = [picture()]
     for room in MAY_IMPORT:
         package = PACKAGE / room / "__init__.py"
         title = purpose_of(package if package.exists() else MODULES[room])
         blocks.append(f"### `{room}`: {title[0].lower()}{title[1:]}")
         if parts := parts_of(room):
-            rows = [f"- `{part}`: {purpose_of(path)}" for part, path in parts.items()]
+            rows = [f"- `{part}`: {brief(purpose_of(path))}" for part, path in parts.items()]
             blocks.append("\n".join(rows))
     return "\n\n".join(blocks)
 
