@@ -200,9 +200,12 @@ def purpose_of(path: Path) -> str:
 
 
 def brief(purpose: str) -> str:
-    """A purpose up to the first colon, comma or semicolon behind six words or more."""
-    ends = (end.start() for end in re.finditer(r"[:;,] ", purpose))
-    return next((purpose[:end] for end in ends if len(purpose[:end].split()) > 5), purpose)
+    """A purpose up to the first colon, semicolon or comma behind four words or more, but lists."""
+    for end in re.finditer(r"[:;,] ", purpose):
+        start = purpose[: end.start()]
+        if len(start.split()) > 3 and (end[0] != ", " or ": " not in start):
+            return start
+    return purpose
 
 
 def picture() -> str:
