@@ -1,6 +1,6 @@
-"""The plan of the house: which room may know which, and the tables of BUILD.md drawn from it.
+"""The plan of the house: which room may know which, and the lists of BUILD.md drawn from it.
 
-``python -m tests.house`` writes the picture and the tables anew; a test fails while they differ.
+``python -m tests.house`` writes the picture and the lists anew; a test fails while they differ.
 """
 
 from __future__ import annotations
@@ -193,10 +193,19 @@ def imports() -> dict[str, tuple[set[str], set[str]]]:
 
 
 def purpose_of(path: Path) -> str:
-    """First sentence of a module's docstring, as the tables give it."""
+    """First sentence of a module's docstring, as the lists give it."""
     text = ast.get_docstring(ast.parse(path.read_text())) or ""
     first = " ".join(text.split("\n\n")[0].split())
     return re.sub(r":\w+:`~?(?:[\w.]+\.)?(\w+)`", r"`\1`", first).replace("``", "`").rstrip(".")
+
+
+def brief(purpose: str) -> str:
+    """A purpose up to the first colon, semicolon or comma behind four words or more, but lists."""
+    for end in re.finditer(r"[:;,] ", purpose):
+        start = purpose[: end.start()]
+        if len(start.split()) > 3 and (end[0] != ", " or ": " not in start):
+            return start
+    return purpose
 
 
 def picture() -> str:
@@ -208,25 +217,33 @@ def picture() -> str:
     return "\n".join([*lines, "```"])
 
 
-def tables() -> str:
-    """One table a room: its modules and their purpose."""
-    parts = [picture()]
+def parts_of(room: str) -> dict[str, Path]:
+    """Modules directly in a room, and its folders by their ``__init__``; none of a room of one."""
+    found = {}
+    for name, path in MODULES.items():
+        if (part := part_of(name, room)) is not None:
+            folder = PACKAGE / room / part / "__init__.py"
+            found[f"{part}/" if folder.exists() else part] = folder if folder.exists() else path
+    return found
+
+
+def lists() -> str:
+    """One list a room: its modules and folders, and in brief the purpose of each."""
+    blocks = [picture()]
     for room in MAY_IMPORT:
         package = PACKAGE / room / "__init__.py"
         title = purpose_of(package if package.exists() else MODULES[room])
-        parts.append(f"### `{room}`: {title[0].lower()}{title[1:]}")
-        rows = ["| module | purpose |", "|---|---|"]
-        for name, path in MODULES.items():
-            if room_of(name) == room:
-                rows.append(f"| `{name.removeprefix(f'{room}.')}` | {purpose_of(path)} |")
-        parts.append("\n".join(rows))
-    return "\n\n".join(parts)
+        blocks.append(f"### `{room}`: {title[0].lower()}{title[1:]}")
+        if parts := parts_of(room):
+            rows = [f"- `{part}`: {brief(purpose_of(path))}" for part, path in parts.items()]
+            blocks.append("\n".join(rows))
+    return "\n\n".join(blocks)
 
 
 def drawn(text: str) -> str:
-    """BUILD.md with the picture and the tables as they are now."""
+    """BUILD.md with the picture and the lists as they are now."""
     pattern = r"(<!-- house -->\n).*(<!-- /house -->)"
-    return re.sub(pattern, lambda m: f"{m[1]}\n{tables()}\n\n{m[2]}", text, flags=re.DOTALL)
+    return re.sub(pattern, lambda m: f"{m[1]}\n{lists()}\n\n{m[2]}", text, flags=re.DOTALL)
 
 
 if __name__ == "__main__":
