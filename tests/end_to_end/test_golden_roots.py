@@ -35,7 +35,7 @@ def test_there_is_a_root_of_each_version_that_is_read():
     assert versions == {*range(OLDEST_VERSION, FORMAT_VERSION + 1)}
 
 
-@pytest.mark.covering(1)
+@pytest.mark.covering(1, quick=4)
 @pytest.mark.parametrize("with_recorder", [True, False], ids=["recorder", "no recorder"])
 @of_each_root
 def test_every_step_is_restored(root, golden, with_recorder):

@@ -316,7 +316,7 @@ def restored_eagerly(root: Any, way: str, mesh: jax.sharding.Mesh | None, **opti
 WAYS_BACK = ["base", "delta", "memory", "memory of records", "stock arguments", "v1", "stock step"]
 
 
-@pytest.mark.covering(1)
+@pytest.mark.covering(1, quick=3)
 @pytest.mark.parametrize("on_mesh", [True, False], ids=["mesh", "device"])
 @pytest.mark.parametrize("way", WAYS_BACK)
 @jax.enable_x64(True)

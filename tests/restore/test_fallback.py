@@ -156,7 +156,7 @@ CASES = {
         None,
     ),
 }
-QUICK = ("manifest", "oldest base", "link", "own pack", "own base")
+QUICK = ("manifest", "link", "own pack")
 
 
 @pytest.mark.parametrize(

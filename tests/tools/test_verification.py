@@ -487,6 +487,7 @@ REPAIRS: dict[str, tuple[Callable[[Path], object], list[str], dict[str, str]]] =
 }
 
 
+@pytest.mark.first(5, slow=len(REPAIRS))
 @pytest.mark.parametrize("name", REPAIRS)
 def test_only_what_cannot_be_restored_goes(name, copy, replayed):
     damage, removed, kept = REPAIRS[name]
