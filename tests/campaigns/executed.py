@@ -87,6 +87,25 @@ class Record:
         }
         return Record({**kept, **other.seconds}, other.sources, lines)
 
+    def parted(self, path: str) -> tuple[Record, Record]:
+        """The record of the tests of a file or directory, and that of all others."""
+        own = {test: seconds for test, seconds in self.seconds.items() if _is_below(test, path)}
+        others = {test: seconds for test, seconds in self.seconds.items() if test not in own}
+        first, second = (
+            {
+                file: {line: [x for x in tests if x in kept] for line, tests in lines.items()}
+                for file, lines in self.lines.items()
+            }
+            for kept in (own, others)
+        )
+        return Record(own, self.sources, first), Record(others, self.sources, second)
+
+    def at(self, file: str, line: int) -> list[str]:
+        """The tests that execute a line, or the statement that it stands in."""
+        lines = self.lines.get(file, {})
+        above = max((each for each in lines if each <= line), default=0)
+        return [test for test in lines.get(above, ()) if self._has(test)]
+
     def chosen(
         self, file: str, line: int, at_import: bool, count: int, seconds: float
     ) -> list[str]:
@@ -105,8 +124,7 @@ class Record:
             seconds: CPU time of all tests and their imports; the quickest is chosen in any case.
         """
         lines = self.lines.get(file, {})
-        above = max((each for each in lines if each <= line), default=0)
-        here = () if at_import else [test for test in lines.get(above, ()) if self._has(test)]
+        here = () if at_import else self.at(file, line)
         times = Counter(test for tests in lines.values() for test in tests if self._has(test))
         files = {file_of(test) for test in here or times}
         near = [test for test in times if file_of(test) in files]

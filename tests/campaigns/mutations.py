@@ -3,6 +3,7 @@
     python -m tests.campaigns.mutations --count 40 --seed 0 --only store --outcomes before.jsonl
     python -m tests.campaigns.mutations --again before.jsonl --outcomes after.jsonl
     python -m tests.campaigns.mutations --count 0 --renew tests/store
+    python -m tests.campaigns.mutations --count 40 --without tests/store/test_volumes.py
 
 A fault is one small edit of one expression: a swapped comparison, a number that is one too large, a
 dropped ``+ 1``, ``and`` for ``or``, a condition that is negated, a call that is not made. The same
@@ -14,7 +15,9 @@ tests run too long counts as found. Some faults change nothing that a caller cou
 are a list to read, and not a number to bring to zero.
 
 ``--again`` plants the faults of earlier outcomes in the present sources, wherever their code is
-still there, and lists those that were found before and are not now.
+still there, and lists those that were found before and are not now. ``--without`` plants faults
+where the tests of one file or directory run, and lists those that they alone find: where there are
+none among many, the others do without them.
 """
 
 from __future__ import annotations
@@ -29,10 +32,11 @@ import sys
 import tempfile
 import time
 from collections import Counter
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
+from typing import TextIO
 
 from tests.campaigns import command
 from tests.campaigns.executed import PACKAGE, Record, file_of, recorded
@@ -382,6 +386,7 @@ def main() -> None:
     add("--workers", type=int, default=2, help="processes that record (default %(default)s)")
     add("--outcomes", type=Path, default=Path(os.devnull), help="file to add outcomes to")
     add("--again", type=Path, help="outcomes of a run whose faults are planted again")
+    add("--without", metavar="PATH", help="list the faults that tests of this path alone find")
     add("--list", action="store_true", help="print the faults, and plant none")
     arguments = parser.parse_args()
     every = places(ROOT, arguments.only)
@@ -393,26 +398,60 @@ def main() -> None:
         return
     cache = str(ROOT / ".pytest_cache/compiled")  # and not the copy's
     os.environ.setdefault("JAX_COMPILATION_CACHE_DIR", cache)
-    survivors, lost = list[Fault](), list[str]()
     with tempfile.TemporaryDirectory() as directory, arguments.outcomes.open("a") as file:
         repository = copy_of(ROOT, Path(directory))
         record = _record_of(arguments, repository)
+        limits = arguments.tests, arguments.seconds
         with server(repository) as runs:
-            campaign = Campaign(repository, runs, record, arguments.tests, arguments.seconds)
-            for fault in faults:
-                found = campaign.plant(fault)
-                print(json.dumps(asdict(found)), file=file, flush=True)
-                end = f"found by {found.found_by}" if found.found_by else "SURVIVED"
-                print(f"{end} ({found.seconds} s): {fault}", file=sys.stderr, flush=True)
-                if not found.found_by:
-                    survivors.append(fault)
-                    if fault in before and before[fault].found_by:
-                        lost.append(f"{fault} (by {before[fault].found_by})")
+            if arguments.without:
+                own, others = record.parted(arguments.without)
+                here = [each for each in every if own.at(each.file, each.line)]
+                faults = chosen(here, ROOT, arguments.count, arguments.seed)
+                parts = [Campaign(repository, runs, each, *limits) for each in (own, others)]
+                _tell_alone(faults, *parts)
+            else:
+                _tell_survivors(
+                    faults, Campaign(repository, runs, record, *limits), earlier, before, file
+                )
+
+
+def _tell_survivors(
+    faults: Sequence[Fault],
+    campaign: Campaign,
+    earlier: Sequence[Outcome],
+    before: Mapping[Fault, Outcome],
+    file: TextIO,
+) -> None:
+    """Plants faults, writes their outcomes to a file, and prints those that no test finds."""
+    survivors, lost = list[Fault](), list[str]()
+    for fault in faults:
+        found = campaign.plant(fault)
+        print(json.dumps(asdict(found)), file=file, flush=True)
+        end = f"found by {found.found_by}" if found.found_by else "SURVIVED"
+        print(f"{end} ({found.seconds} s): {fault}", file=sys.stderr, flush=True)
+        if not found.found_by:
+            survivors.append(fault)
+            if fault in before and before[fault].found_by:
+                lost.append(f"{fault} (by {before[fault].found_by})")
     print(f"{len(faults) - len(survivors)} of {len(faults)} faults were found; survivors:")
     print(*survivors, sep="\n")
     if earlier:
         print(f"{len(earlier) - len(before)} earlier faults have no place any more")
         print("found before, and not now:", *lost, sep="\n")
+
+
+def _tell_alone(faults: Sequence[Fault], own: Campaign, others: Campaign) -> None:
+    """Plants faults that some tests execute, and prints those that these alone find."""
+    found_count, alone = 0, list[str]()
+    for fault in faults:
+        if by := own.plant(fault).found_by:
+            found_count += 1
+            other = others.plant(fault).found_by
+            print(f"{by}; {other or 'NOBODY ELSE'}: {fault}", file=sys.stderr, flush=True)
+            if not other:
+                alone.append(f"{fault} (by {by})")
+    print(f"{found_count} of {len(faults)} faults were found; by no other test:")
+    print(*alone, sep="\n")
 
 
 if __name__ == "__main__":

@@ -101,6 +101,9 @@ def test_tests_that_execute_a_line_look_for_its_fault_and_those_of_its_room_firs
     assert record.chosen(file, 6, False, 1, 10.0) == [f"{a}[0]"]
     assert {*record.chosen(file, 4, False, 9, 5.0)} == {*seconds} - {long}
     assert {*record.chosen(file, 2, True, 9, 20.0)} == {*seconds}
+    own, others = record.parted("tests/store/test_a.py")
+    assert [{*each.at(file, 4)} for each in (own, others)] == [{f"{a}[0]", f"{a}[1]"}, {b, long}]
+    assert others.chosen(file, 6, False, 9, 20.0) == [b, long]
     new = Record({f"{a}[2]": 1.0}, record.sources, {file: {5: [f"{a}[2]"]}})
     assert {*record.renewed(new, ["tests/store"]).chosen(file, 5, False, 9, 5.0)} == {b, f"{a}[2]"}
 
