@@ -29,7 +29,7 @@ class Slice:
         """True if the test of this name is in the slice."""
         return zlib.crc32(name.encode()) % self.count == self.number
 
-    @pytest.hookimpl(trylast=True)  # behind what marks deselect
+    @pytest.hookimpl(trylast=True)  # behind `covering` and `first`, which need all cases of a test
     def pytest_collection_modifyitems(
         self, config: pytest.Config, items: list[pytest.Item]
     ) -> None:

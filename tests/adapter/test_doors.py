@@ -212,7 +212,7 @@ DOORS: dict[str, tuple[Way, str]] = {
     "v1 as default": (lambda *a: v1_checkpointer(*a, "default"), "manager"),
     "v1 that marks": (lambda *a: v1_checkpointer(*a, marked=True), "v1"),
 }
-"""Doors, and those by which what entered there goes on."""
+"""Doors, and those by which what entered there goes on; the first six are tried by default."""
 
 IN_A_LOOP = ("manager", "manager that waits", "Checkpointer")
 """Doors that are tried where an event loop runs already too, as in a notebook."""

@@ -389,6 +389,8 @@ def main() -> None:
     add("--without", metavar="PATH", help="list the faults that tests of this path alone find")
     add("--list", action="store_true", help="print the faults, and plant none")
     arguments = parser.parse_args()
+    if arguments.without and arguments.again:
+        parser.error("expected one of --without and --again, found both")
     every = places(ROOT, arguments.only)
     earlier = read(arguments.again) if arguments.again else []
     before = again(earlier, every)

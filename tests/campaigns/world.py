@@ -425,7 +425,9 @@ class World:
         """Notes what this life has trained and saved."""
         for own in self._lines:
             self._digests |= {int(w[1]): w[2] for w in own if w[0] == "state"}
-        pending, saved, failed = list[int](), set[int](), False
+        pending, failed = list[int](), False
+        recorded = {step for steps in self._inside.values() for step in steps}
+        saved = {int(words[1]) for words in self._lines[0] if words[0] == "found"} - recorded
         for words in self._lines[0]:
             what, step = words[0], int(words[1]) if words[1:] and words[1].isdecimal() else 0
             if what == "recorded":
@@ -440,8 +442,8 @@ class World:
                 self.tally.counts["reported as saved"] += 1
             elif what == "deleted":
                 # All that was begun has ended by then, and retention has had its turn.
-                newest = sorted({*self._committed, *saved})[-(self._kept or 10**6) :]
-                self._deleted |= {step, *(x for x in self._committed if x < newest[0])}
+                saved = {*sorted(saved)[-(self._kept or 10**6) :]} - {step}
+                self._deleted |= {step, *self._committed} - saved
             elif what == "looked" and words[2] != self._digests.get(step):
                 self.tally.wrong.append(f"{self._name}: step {step} has other bits where looked at")
             elif what == "said" and "Recorded steps that are not saved" in " ".join(words):

@@ -66,10 +66,14 @@ def test_what_a_life_does_not_find_is_lost(tmp_path, now, found):
     assert all(f"seed 0: {text}" in told[kind] for kind, text in found.items())
 
 
-@pytest.mark.parametrize(("there", "lost"), [((2, 4), ()), ((4,), (2,))])
+@pytest.mark.parametrize(("there", "lost"), [((4, 6), ()), ((6,), (4,))])
 def test_what_retention_took_before_a_deletion_is_not_lost(tmp_path, there, lost):
     world = World(Profile("", life={"kept": 3}), tmp_path, tmp_path, 0, tally := Tally())
-    for lines in ([*BEFORE, "deleted 3"], [*(f"found {n} {n}a" for n in there), *LATER]):
+    first = [*BEFORE, "state 5 5a", "saving 5"]  # it is there, and nobody waited for it
+    second = [*(f"found {n} {n}a" for n in (3, 4, 5)), "restored 5 5a"]
+    second += ["state 6 6a", "saving 6", "deleted 5", "committed 6"]
+    third = [*(f"found {n} {n}a" for n in there), "restored 6 6a", "state 7 7a"]
+    for lines in (first, second, third):
         world._lines = [[line.split() for line in lines]]
         world._judge_storage()
         world._note_saves(is_clean=False)
