@@ -174,8 +174,6 @@ class Save:
         """
         for each in self.steps:
             each.verify()
-            if self.base is None:
-                each.packed()
         if self.base is not None and isinstance(blocks := self.base.blocks, Joined):
             for i in blocks:
                 blocks.replace(i, lambda _index, _box, block: np.array(block))

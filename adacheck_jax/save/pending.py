@@ -5,16 +5,16 @@ line's worker alone, in the order of the steps:
 
 - *staged*: its state may be donated; the plan may be speculative.
 - *settled*: the update counters are known, so the plan holds, and what it stores is on the host.
-- *compared*: samples were replayed, and spare leaves that were wrong are stored in this very step.
-- *proved*: the shadow followed it, and nothing differs.
+- *packed*: the bytes of a delta are made; spare leaves that replay got wrong are among them.
+- *proved*: samples and the shadow agree, and no array changed while it was packed.
 - *failed*: it cannot be saved; the reason is raised for whoever waits for a later phase.
 
-Threads: whoever needs a phase waits for it (:meth:`Pending.settled`, :meth:`Pending.compared`,
+Threads: whoever needs a phase waits for it (:meth:`Pending.settled`, :meth:`Pending.packed`,
 :meth:`Pending.verify`); the fields that say how the comparisons went are the worker's until the
-step is proved. The writer alone takes the delta; what a :class:`Tip` keeps is the caller's. Two
-locks: one is held while the step is given to the worker, behind the step before it; the other while
-the fingerprints are added up, by whoever needs them first. Nothing else is called under them but
-the wait for the devices.
+step is proved. What a :class:`Tip` keeps is the caller's. Three locks: one is held while the step
+is given to the worker, behind the step before it; one while the packed bytes change hands; one
+while the fingerprints are added up, by whoever needs them first. Nothing else is called under them
+but the wait for the devices.
 """
 
 from __future__ import annotations
@@ -105,15 +105,15 @@ class Phase(enum.Enum):
 
     STAGED = enum.auto()
     SETTLED = enum.auto()
-    COMPARED = enum.auto()
+    PACKED = enum.auto()
     PROVED = enum.auto()
     FAILED = enum.auto()
 
 
 MOVES: Mapping[Phase, frozenset[Phase]] = {
     Phase.STAGED: frozenset({Phase.SETTLED, Phase.FAILED}),
-    Phase.SETTLED: frozenset({Phase.COMPARED, Phase.FAILED}),
-    Phase.COMPARED: frozenset({Phase.PROVED, Phase.FAILED}),
+    Phase.SETTLED: frozenset({Phase.PACKED, Phase.FAILED}),
+    Phase.PACKED: frozenset({Phase.PROVED, Phase.FAILED}),
     Phase.PROVED: frozenset(),
     Phase.FAILED: frozenset(),
 }
@@ -166,7 +166,7 @@ class Pending(Tip):
         self._own, self.local, self.readers = local, dict[int, str](), list[Future[Any]]()
         self.dispatched: Callable[[], None] = lambda: None
         self._viewed, self._looks = frozenset(copies.viewed), dict[int, int]()
-        self._stays, self._packing = False, threading.Lock()
+        self._handing = threading.Lock()
         self.compare: Comparison | None = None
         self.proof: Proof | None = None
         self.replayed: dict[int, int] | None = None
@@ -181,7 +181,7 @@ class Pending(Tip):
         self._worker, self._has_begun, self._begin_lock = worker, False, threading.Lock()
         self.phase = Phase.STAGED
         self._waits: Mapping[Phase, Future[SavePlan]] = {
-            each: Future() for each in (Phase.SETTLED, Phase.COMPARED, Phase.PROVED)
+            each: Future() for each in (Phase.SETTLED, Phase.PACKED, Phase.PROVED)
         }
 
     @property
@@ -203,15 +203,11 @@ class Pending(Tip):
                 self._sums |= self.fingerprints.sums()
             return self._sums
 
-    def begin(self, *, stays: bool = False) -> None:
-        """Has the worker move the step on, behind the step before it; once.
-
-        A step that ``stays`` in memory is packed there, since its arrays may change until a save.
-        """
+    def begin(self) -> None:
+        """Has the worker move the step on, behind the step before it; once."""
         with self._begin_lock:
             if self._has_begun:
                 return
-            self._stays = stays
             if isinstance(self._before, Pending):
                 self._before.begin()
             self._worker.submit(self._advance)  # raises at the end of the process: nobody waits
@@ -241,14 +237,22 @@ class Pending(Tip):
         """
         return self._reached(Phase.SETTLED)
 
-    def compared(self) -> SavePlan:
-        """As :meth:`settled`, with the spare leaves that are stored; waits for the devices."""
-        return self._reached(Phase.COMPARED)
-
-    def verify(self) -> SavePlan:
-        """As :meth:`compared`, once all of the replay was compared with the state.
+    def packed(self) -> Packed:
+        """This process's section of a pack, made once; waits for it.
 
         Raises:
+            AdaCheckError: the step was given up.
+        """
+        self._reached(Phase.PACKED)
+        if (packed := self._packed) is None:
+            raise AdaCheckError(f"step {self.step} was given up before it was written")
+        return packed
+
+    def verify(self) -> SavePlan:
+        """As :meth:`settled`, with the spare leaves that are stored, once all was compared.
+
+        Raises:
+            MismatchError: arrays changed while they were packed.
             ReplayError: replay gives something else, and the state is gone.
         """
         return self._reached(Phase.PROVED)
@@ -268,15 +272,17 @@ class Pending(Tip):
             self._bring()
             plan = self._settled()
             self._move(Phase.SETTLED, plan)
-            if not plan.spare and proof is not None:
-                proof.begin(plan)
-            found = {} if compare is None else compare(plan.decision.updates)
-            plan = self._with_spare(plan, {*found, *self._changed(plan, before)})
+            updates, found = plan.decision.updates, None
+            if plan.spare:  # only the comparison tells which of them are stored
+                found = compare(updates) if compare else {}
+                plan = self._with_spare(plan, {*found, *self._changed(plan, before)})
             if proof is not None:
                 proof.begin(plan)
-            self._move(Phase.COMPARED, plan)
-            if self._stays:
-                self.packed()
+            self._pack(plan)
+            self._move(Phase.PACKED, plan)
+            if found is None:
+                found = compare(updates) if compare else {}
+            if not plan.is_base:
                 self.expect_unchanged()
             self._prove(plan, found, proof)
             self._move(Phase.PROVED, plan)
@@ -296,7 +302,7 @@ class Pending(Tip):
         self.phase, reason = Phase.FAILED, error
         if not isinstance(reason, AdaCheckError):
             reason = AdaCheckError(
-                f"{self.label}: it could not be checked, so it is not saved: "
+                f"{self.label}: it could not be packed and checked, so it is not saved: "
                 f"{type(error).__name__}: {error}"
             )
             reason.__cause__ = error
@@ -385,20 +391,21 @@ class Pending(Tip):
         """True while what a delta stores is in memory, in copies or packed."""
         return self._packed is not None or self.delta is not None
 
-    def packed(self) -> Packed:
-        """This process's section of a pack, made once; the copies live no longer than that."""
-        with self._packing:
-            if self._packed is None:
-                if (delta := self.delta) is None:
-                    raise AdaCheckError(f"step {self.step} was given up before it was written")
-                if self.fingerprints.holds_blocks:
-                    self.sums()  # else packing could not let go of them
-                delta = dataclasses.replace(delta, candidates=self.plan.stored)
-                self.look(delta.blocks, delta.blocks.keys() & self._viewed)
-                self._packed = delta.packed(jax.process_index(), jax.process_count())
-                self.look(delta.blocks, delta.blocks)
-                self.delta = None
-            return self._packed
+    def _pack(self, plan: SavePlan) -> None:
+        """Packs what a delta stores; the copies live no longer than that."""
+        if (delta := self.delta) is None:  # a base, or given up
+            return
+        if self.fingerprints.holds_blocks:
+            self.sums()  # else packing could not let go of them
+        delta = dataclasses.replace(delta, candidates=plan.stored)
+        self.look(delta.blocks, delta.blocks.keys() & self._viewed)
+        packed = delta.packed(jax.process_index(), jax.process_count())
+        self.look(delta.blocks, delta.blocks)
+        with self._handing:
+            if self._is_released:
+                packed.give_back()
+            else:
+                self.delta, self._packed = None, packed
 
     def look(self, blocks: Mapping[int, Blocks], leaves: Collection[int]) -> None:
         """Notes fingerprints of what is stored, for :meth:`expect_unchanged`."""
@@ -427,10 +434,11 @@ class Pending(Tip):
 
     def release(self) -> None:
         """Lets go of all that was taken of the state."""
-        packed, self._packed = self._packed, None
+        with self._handing:
+            packed, self._packed, self._is_released = self._packed, None, True
         if packed is not None:
             packed.give_back()
-        self.delta, self._is_released, self._spare = None, True, NOTHING
+        self.delta, self._spare = None, NOTHING
         if not self._has_begun:
             if self.proof is not None:
                 self.proof.end()

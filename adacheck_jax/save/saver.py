@@ -391,7 +391,7 @@ class Saver:
         planner.line.add(own, drains=snapshot.structure.on_accelerator)
         if compares:
             with contextlib.suppress(AdaCheckError):  # raised by the save of this step
-                own.compared()
+                own.verify()
         self._watch.leave_deferred()
         self._has_gap = False
         return planner.settle_last_deferred() if waits else ""

@@ -89,10 +89,7 @@ def _agreed(save: Save, directory: AnyPath, layout: ArrayLayout) -> Agreed:
 def _write(save: Save, directory: AnyPath, layout: ArrayLayout) -> Report:
     process, base = jax.process_index(), save.base
     for each in save.steps:
-        each.begin()
-    for each in save.steps:
-        if each.settled().spare:
-            each.compared()  # else it would be told too late what is stored after all
+        each.settled()
     report: Report = {
         "is_base": base is not None,
         "makes_base": save.plan.makes_base,
@@ -126,7 +123,6 @@ def _write(save: Save, directory: AnyPath, layout: ArrayLayout) -> Report:
             if process == 0 and save.parent and not save.links:
                 _, stamp = save.parent_identity
                 looked = thread.submit(links.check_ancestors, save.parent, stamp, directory)
-            # Deferred steps fill the memory that they may: each is let go of as it is packed.
             packed = [each.packed() for each in save.steps]
             written = delta_writer.write(packed, folders.pack_in(directory, process))
             if looked is not None:
@@ -149,7 +145,6 @@ def _write(save: Save, directory: AnyPath, layout: ArrayLayout) -> Report:
 def _reported(save: Save, step: Pending) -> dict[str, Any]:
     """The report of one step, but for the files that were written of it."""
     sums = step.sums()
-    step.expect_unchanged()
     return {
         "replicas": save.replicas.part(step.fingerprints.replicas),
         "unhealed": step.plan.unhealed,

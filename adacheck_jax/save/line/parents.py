@@ -199,7 +199,7 @@ class Line:
     def add(self, staged: Pending, *, drains: bool) -> None:
         """Adds a step; it ``drains`` if it takes device memory until it was copied to the host."""
         self.deferred.append(staged)
-        staged.begin(stays=True)
+        staged.begin()
         while len(self._unproved) >= (_DRAINING_COUNT if drains else _UNCHECKED_COUNT):
             with contextlib.suppress(AdaCheckError):  # raised for whoever saves or defers next
                 self._unproved.pop(0).verify()
