@@ -369,7 +369,10 @@ def boxes_here(shape: Sequence[int], sharding: jax.sharding.Sharding) -> list[Bo
 
 
 def place_all(
-    wanted: Sequence[jax.ShapeDtypeStruct], read: Callable[[int, Box], np.ndarray]
+    wanted: Sequence[jax.ShapeDtypeStruct],
+    read: Callable[[int, Box], np.ndarray],
+    *,
+    is_donated: bool = False,
 ) -> list[jax.Array]:
     """Builds global arrays as :func:`place` does; all arrays on single devices here at once.
 
@@ -377,6 +380,8 @@ def place_all(
         wanted: global shapes, data types and target shardings.
         read: function from the position of an array and a box to the elements, which must not
             change afterwards: the array may use their memory.
+        is_donated: True if a program is to be given the arrays' memory. On CPU devices they are
+            copied here then: XLA cannot write into numpy's memory, and would copy all at once.
     """
     result: list[Any] = [None] * len(wanted)
     alone = [i for i, each in enumerate(wanted) if is_on_one_device_here(each.sharding)]
@@ -387,6 +392,11 @@ def place_all(
     for i, each in enumerate(wanted):
         if result[i] is None:
             result[i] = place(each, functools.partial(read, i))
+    if is_donated:
+        own = [x for x in result if x.addressable_shards and not on_accelerator(x)]
+        copied = jax.device_put(own, [x.sharding for x in own], may_alias=False)
+        copies = dict(zip(map(id, own), copied, strict=True))
+        result = [copies.get(id(x), x) for x in result]
     return result
 
 

@@ -78,6 +78,8 @@ def read(
     requests: Sequence[ReadRequest],
     read_once: ReadOnce = None,
     agreed: Agreed = ALONE,
+    *,
+    is_donated: bool = False,
 ) -> list[Any]:
     """Read arrays; each process reads boxes that its devices need, or a share of them.
 
@@ -90,6 +92,7 @@ def read(
             what was read; False to read in each process what it needs; None to decide by the
             storage and by bytes.
         agreed: agreement of the processes.
+        is_donated: as for :func:`~adacheck_jax.device.transfer.place_all`.
 
     Returns:
         A jax or numpy array for each request.
@@ -101,7 +104,7 @@ def read(
     targets = [(each.shape, each.itemsize_bytes, each.sharding) for each in requests]
     members = shared_reads.members(targets, read_once, directory)
     with agreed() if members else ALONE():
-        arrays = _Arrays(directory, requests, is_shared=bool(members))
+        arrays = _Arrays(directory, requests, is_shared=bool(members), is_donated=is_donated)
     together = SharedReads(members, directory, arrays.plans)
     result: list[Any] = []
     numbers = range(len(arrays.batches))
@@ -130,9 +133,14 @@ class _Arrays:
     """
 
     def __init__(
-        self, directory: AnyPath, requests: Sequence[ReadRequest], *, is_shared: bool
+        self,
+        directory: AnyPath,
+        requests: Sequence[ReadRequest],
+        *,
+        is_shared: bool,
+        is_donated: bool,
     ) -> None:
-        self._requests = requests
+        self._requests, self._is_donated = requests, is_donated
         self._stores: list[Any] = volume_reader.opened(directory, [x.name for x in requests])
         self._shared: dict[int, list[SharedPart]] = {}
         sizes_bytes = self.sizes_bytes = [each.nbytes for each in requests]
@@ -193,7 +201,11 @@ class _Arrays:
             for i in on_devices
             for each in (self._requests[i],)
         ]
-        placed = transfer.place_all(targets, lambda n, box: put_together(box, parts[on_devices[n]]))
+        placed = transfer.place_all(
+            targets,
+            lambda n, box: put_together(box, parts[on_devices[n]]),
+            is_donated=self._is_donated,
+        )
         result |= dict(zip(on_devices, placed, strict=True))
         return [result[i] for i in batch]
 

@@ -181,16 +181,17 @@ class Replay:
                 for index, array in zip(self._update.consumed, own.record + own.extra, strict=True):
                     if index in reader.delta.stored:
                         self._patches.replace(index, array)
+            del own  # else it would lie beside what the next update consumes
         self._put_back()
         self._patches.apply(range(len(self._working.leaves)))
         return self._working.leaves
 
     def _replay(self, reader: StoredLeaves, consumed: Iterator[Consumed]) -> Consumed:
         with self._agreed():
-            own = next(consumed)
             # A dispatched update holds its inputs. Waiting for the one before bounds the memory to
-            # this update's inputs and those read ahead.
+            # what is read ahead.
             jax.block_until_ready((self._params, self._inner))
+            own = next(consumed)
             unreplayed = self._patch_before(reader)
         updates = reader.delta.updates
         if updates not in self._switches:

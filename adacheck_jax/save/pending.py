@@ -39,6 +39,7 @@ from adacheck_jax.errors import AdaCheckError, MismatchError, ReplayError
 from adacheck_jax.format.boxes import Blocks
 from adacheck_jax.format.manifest import Leaf
 from adacheck_jax.memory.shadow import Proof
+from adacheck_jax.plan import situation
 from adacheck_jax.plan.decision import shown
 from adacheck_jax.plan.save_plan import SavePlan
 from adacheck_jax.plan.situation import Counts
@@ -47,7 +48,7 @@ from adacheck_jax.save import copies as host_copies
 from adacheck_jax.save.copies import NOTHING, HostCopies
 from adacheck_jax.state.exported_update import NOT_YET
 from adacheck_jax.state.snapshot import Structure
-from adacheck_jax.store import equality
+from adacheck_jax.store import equality, host_memory
 from adacheck_jax.store.delta_writer import DeltaWriter, Packed
 from adacheck_jax.store.steps.lineage import Lineage
 from adacheck_jax.update.recorder_state import count_of
@@ -292,6 +293,8 @@ class Pending(Tip):
             if proof is not None:
                 proof.end()
             self.compare = self._before = self._again = self.proof = None
+        every = range(len(self.leaves))
+        host_memory.return_freed(situation.bytes_of(self.plan.structure, every))
 
     def _move(self, phase: Phase, plan: SavePlan) -> None:
         assert phase in MOVES[self.phase]

@@ -13,7 +13,7 @@ import contextlib
 import itertools
 import json
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import PurePosixPath
 from typing import Any
 
@@ -81,7 +81,8 @@ class Chunk:
         key: its key below the array's name.
         box: its box.
         data: its elements.
-        source: the first chunk of the volume with the same bytes: another one, or itself.
+        first: the first chunk of the volume with the same bytes, if that is another one. A chunk
+            that referred to itself would hold the state's memory until Python looks for cycles.
         elsewhere: the chunk of another volume that is stored in place of the source; None if the
             source is written.
     """
@@ -90,16 +91,18 @@ class Chunk:
     key: str
     box: Box
     data: np.ndarray
-    source: Chunk = field(init=False)
+    first: Chunk | None = None
     elsewhere: Place | None = None
 
-    def __post_init__(self) -> None:
-        self.source = self
+    @property
+    def source(self) -> Chunk:
+        """The chunk of the volume that is stored for it."""
+        return self.first or self
 
     @property
     def is_written(self) -> bool:
         """True if the chunk is written and does not refer to another one."""
-        return self.source is self and self.elsewhere is None
+        return self.first is None and self.elsewhere is None
 
     @property
     def path(self) -> str:
@@ -138,12 +141,12 @@ class Volume:
         every = self._every
         firsts = equality.firsts([each.data for each in every], [each.kind for each in every])
         for chunk, first in zip(every, firsts, strict=True):
-            chunk.source = every[first]
+            chunk.first = every[first] if every[first] is not chunk else None
 
     @property
     def distinct(self) -> list[Chunk]:
         """The chunks of which none equals another."""
-        return [chunk for chunk in self._every if chunk.source is chunk]
+        return [chunk for chunk in self._every if chunk.first is None]
 
     @property
     def borrowed(self) -> list[tuple[str, Place]]:
@@ -180,7 +183,7 @@ class Volume:
             with ts.Transaction(atomic=False) as transaction:
                 for number in batch:
                     _write_piece(database, self._chunks[number], transaction)
-        referring = [each for each in self._every if each.source is not each]
+        referring = [each for each in self._every if each.first is not None]
         if referring := [each for each in referring if each.source.is_written]:
             with ts.Transaction(atomic=True) as transaction:
                 copies = [

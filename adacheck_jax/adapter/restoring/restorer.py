@@ -35,6 +35,7 @@ from adacheck_jax.restore import check, replay, working_set
 from adacheck_jax.restore.agreed import ALONE, Agreed
 from adacheck_jax.restore.compiled_update import CompiledUpdates, abstract_leaf
 from adacheck_jax.schedule.stopwatch import Clock
+from adacheck_jax.store import host_memory
 from adacheck_jax.store.steps import deletion, identity, lookup, roots
 from adacheck_jax.store.steps.lineage import Lineage
 from adacheck_jax.store.storage.location import AnyPath, at
@@ -226,6 +227,7 @@ class StepRestorer:
                     agreed=agreed,
                 )
             leaves = [None if working_set.is_abstract(leaf) else leaf for leaf in leaves]
+            host_memory.return_freed(sum(leaf.nbytes for leaf in lineage.base.leaves))
             replayed_s = self._clock()
         with agreed():
             with _explained(lineage):
@@ -285,7 +287,8 @@ class StepRestorer:
         }
         wanted |= dict.fromkeys(abstract)
         read = self._stock.read(
-            lineage.base_directory, specs, wanted, saved_tree, args.read_once, agreed
+            *(lineage.base_directory, specs, wanted, saved_tree, args.read_once, agreed),
+            is_donated=lineage.replayed_count > 0,
         )
         leaves = [*(read | abstract).values()]
         check.check_types(leaves, specs, lineage.base_directory)

@@ -167,6 +167,8 @@ class StockCheckpoints:
         metadata_tree: PyTree,
         read_once: ReadOnce = None,
         agreed: Agreed = ALONE,
+        *,
+        is_donated: bool = False,
     ) -> dict[str, Any]:
         """Read a state, in each process only the boxes that its devices need.
 
@@ -178,6 +180,7 @@ class StockCheckpoints:
             metadata_tree: Orbax's tree of them (see :meth:`described`).
             read_once: as for :func:`base_reader.read`; collective.
             agreed: agreement of the processes.
+            is_donated: True if an update is to be given the leaves' memory.
 
         Returns:
             Leaves by leaf path; None for a leaf left out.
@@ -193,7 +196,9 @@ class StockCheckpoints:
         asked = {path: each for path, each in wanted.items() if path in found and each is not None}
         arrays = [_request(stored[path], found[path], each) for path, each in asked.items()]
         with _damage_named(directory):
-            found_arrays = base_reader.read(directory, arrays, read_once, agreed)
+            found_arrays = base_reader.read(
+                directory, arrays, read_once, agreed, is_donated=is_donated
+            )
             for path, data in zip(asked, found_arrays, strict=True):
                 key = stored[path].key_type
                 leaf = transfer.keys_of(data, key) if key else data
