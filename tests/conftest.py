@@ -33,8 +33,8 @@ import pytest
 from hypothesis import settings
 
 from benchmarks import xla_flags
+from tests import slices
 from tests.last_words import LastWords
-from tests.slices import Slice
 
 if TYPE_CHECKING:
     from tests.object_stores import Store
@@ -74,7 +74,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 def pytest_configure(config: pytest.Config) -> None:
     """Adds these flags where campaigns are left out, before anything uses JAX."""
     if given := config.getoption("--slice"):
-        config.pluginmanager.register(Slice(given))
+        config.pluginmanager.register(slices.Slice(given))
     if not hasattr(config, "workerinput"):  # in the process that starts the workers
         config.pluginmanager.register(LastWords())
     flags = os.environ["XLA_FLAGS"]  # of the caller, or of a process that has added them
@@ -89,7 +89,8 @@ LONGEST = ("test_docs_code.py", "test_examples.py")
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Marks as campaigns what ``covering`` and ``first`` leave out, or as slow as they say.
 
-    Files whose tests take longest come first, so that none of them is left to the end.
+    What is spare is slow too, but where it is measured. Files whose tests take longest come first,
+    so that none of them is left to the end.
     """
     items.sort(key=lambda item: item.path.name not in LONGEST)
     by_test: dict[tuple[object, ...], list[pytest.Function]] = {}
@@ -108,6 +109,11 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
         for case in cases:
             if case not in quick:
                 case.add_marker("slow" if case in kept else "campaign")
+    if slices.MEASURED not in os.environ:
+        spare = {*slices.SPARE.read_text().splitlines()}
+        for item in items:
+            if item.nodeid in spare:
+                item.add_marker("slow")
 
 
 def pytest_collection_finish() -> None:

@@ -1,10 +1,20 @@
-"""One of several slices of the chosen tests, so that a series of runs makes all of them."""
+"""One of several slices of the chosen tests, so that a series of runs makes all of them.
+
+Besides the tests that are marked as slow those wait for their slice that are spare, as
+:mod:`tests.campaigns.executed` has found.
+"""
 
 from __future__ import annotations
 
 import zlib
+from pathlib import Path
 
 import pytest
+
+SPARE = Path(__file__).parent / "spare.txt"
+"""Names of spare tests, a line each."""
+MEASURED = "ADACHECK_EXECUTED"
+"""Environment variable with the directory into which measured tests write; all of them run then."""
 
 
 class Slice:

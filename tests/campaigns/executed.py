@@ -1,5 +1,11 @@
 """Which quick tests execute which lines of the package, and how long each of them takes.
 
+    python -m tests.campaigns.executed
+
+names in ``tests/spare.txt`` the tests that wait for their slice, as slow ones do: those that take
+long, and execute no line that is not left to two others. Of two that execute the same the quicker
+one stays. The record is that of :mod:`tests.campaigns.mutations`, and holds the spare ones too.
+
 This module is a plugin of pytest too, by which :func:`recorded` has the tests measured. Functions
 that keep what they have computed, and programs that JAX has traced, are forgotten where the next
 file of tests begins; in one file, a line may count for the first test alone that executes it.
@@ -9,6 +15,7 @@ from __future__ import annotations
 
 import difflib
 import functools
+import heapq
 import json
 import os
 import resource
@@ -24,9 +31,15 @@ from pathlib import Path
 import pytest
 from coverage import Coverage, CoverageData
 
+from tests.slices import MEASURED, SPARE
+
 PACKAGE = "adacheck_jax"
-DIRECTORY = "ADACHECK_EXECUTED"
-"""Environment variable with the directory into which the plugin writes."""
+ROOT = Path(__file__).parents[2]
+RECORD = ROOT / ".pytest_cache/executed.json"
+QUICK_S = 0.4
+"""CPU time of a test that is worth while whatever it executes."""
+LEFT = 2
+"""Tests that are left to each line, if so many execute it."""
 FILE_S = 0.4
 """CPU time in which pytest imports and collects one more file of tests."""
 
@@ -154,6 +167,38 @@ class Record:
         return test in self.seconds
 
 
+def spare(record: Record) -> list[str]:
+    """The tests that take long, and are the last ones to execute none of their lines."""
+    executed: dict[str, list[int]] = {test: [] for test in record.seconds}
+    counts = list[int]()
+    for lines in record.lines.values():
+        for tests in lines.values():
+            for test in {*tests}:
+                executed[test].append(len(counts))
+            counts.append(min(LEFT, len({*tests})))
+
+    def take(test: str) -> None:
+        for line in executed[test]:
+            counts[line] -= 1
+
+    def worth(test: str) -> float:
+        return -sum(counts[line] > 0 for line in executed[test]) / record.seconds[test]
+
+    slow = [test for test, seconds in record.seconds.items() if seconds >= QUICK_S]
+    for test in record.seconds.keys() - {*slow}:
+        take(test)
+    left = [(worth(test), test) for test in slow]
+    heapq.heapify(left)
+    while left and left[0][0]:
+        _, test = heapq.heappop(left)
+        now = worth(test)
+        if left and now > left[0][0]:  # others have executed its lines meanwhile
+            heapq.heappush(left, (now, test))
+        else:
+            take(test)
+    return sorted(test for _, test in left)
+
+
 def file_of(test: str) -> str:
     """The file of a test."""
     return test.partition("::")[0]
@@ -203,7 +248,7 @@ def recorded(root: Path, paths: Sequence[str], workers: int) -> Record:
     )
     with tempfile.TemporaryDirectory() as directory:
         command = [sys.executable, "-m", "pytest", "-p", __name__, "-n", str(workers), *paths]
-        environ = {**os.environ, DIRECTORY: directory, "PYTHONPATH": str(root)}
+        environ = {**os.environ, MEASURED: directory, "PYTHONPATH": str(root)}
         status = subprocess.run(command, cwd=root, env=environ, stdout=sys.stderr, check=False)
         if status.returncode not in (0, 1):
             raise RuntimeError(f"pytest ended with status {status.returncode}")
@@ -225,7 +270,7 @@ class _Executed:
     """Measures the tests of one process."""
 
     def __init__(self, directory: Path, name: str) -> None:
-        source = [str(Path(__file__).parents[2] / PACKAGE)]
+        source = [str(ROOT / PACKAGE)]
         data_file = str(directory / f"{name}.lines")
         self._coverage = Coverage(data_file, config_file=False, source=source, messages=False)
         self._coverage.set_option("run:core", "ctrace")  # the one that knows contexts
@@ -280,7 +325,13 @@ def _forget() -> None:
 
 def pytest_configure(config: pytest.Config) -> None:
     """Measures in the processes that run tests."""
-    directory = os.environ.get(DIRECTORY)
+    directory = os.environ.get(MEASURED)
     worker = os.environ.get("PYTEST_XDIST_WORKER")
     if directory and (worker or not config.option.numprocesses):
         config.pluginmanager.register(_Executed(Path(directory), worker or "alone"))
+
+
+if __name__ == "__main__":
+    found = spare(Record.read(RECORD, ROOT))
+    SPARE.write_text("".join(f"{test}\n" for test in found))
+    print(f"{SPARE}: {len(found)} tests")

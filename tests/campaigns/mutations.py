@@ -39,11 +39,9 @@ from pathlib import Path
 from typing import TextIO
 
 from tests.campaigns import command
-from tests.campaigns.executed import PACKAGE, Record, file_of, recorded
+from tests.campaigns.executed import PACKAGE, RECORD, ROOT, Record, file_of, recorded
 from tests.campaigns.forked import End, Server, server
 
-ROOT = Path(__file__).parents[2]
-RECORD = ROOT / ".pytest_cache/executed.json"
 NOT_MUTATED = ("cli",)
 """Rooms in which no fault is planted."""
 COPIED = ("adacheck_jax", "benchmarks", "docs", "examples", "tests")

@@ -4,10 +4,13 @@ import json
 
 import numpy as np
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from adacheck_jax.save.pending import Pending, Phase
 from tests.campaigns import (
     command,
+    executed,
     growth,
     history,
     interleavings,
@@ -106,6 +109,22 @@ def test_tests_that_execute_a_line_look_for_its_fault_and_those_of_its_room_firs
     assert others.chosen(file, 6, False, 9, 20.0) == [b, long]
     new = Record({f"{a}[2]": 1.0}, record.sources, {file: {5: [f"{a}[2]"]}})
     assert {*record.renewed(new, ["tests/store"]).chosen(file, 5, False, 9, 5.0)} == {b, f"{a}[2]"}
+
+
+@given(
+    times=st.lists(st.sampled_from([0.1, 0.5, 2.0, 9.0]), min_size=1, max_size=12),
+    drawn=st.data(),
+)
+def test_a_line_is_left_to_two_tests_where_two_execute_it(times, drawn):
+    seconds = {f"tests/a.py::test_{n}": each for n, each in enumerate(times)}
+    some = st.lists(st.sampled_from([*seconds]), unique=True)
+    lines = dict(enumerate(drawn.draw(st.lists(some, max_size=20))))
+    found = {*executed.spare(Record(seconds, {}, {"a.py": lines}))}
+    assert all(seconds[test] >= executed.QUICK_S for test in found)
+    left = [len({*tests} - found) for tests in lines.values()]
+    assert all(a >= min(2, len(tests)) for a, tests in zip(left, lines.values(), strict=True))
+    idle = {test for test in seconds if not any(test in x for x in lines.values())}
+    assert found >= {test for test in idle if seconds[test] >= executed.QUICK_S}
 
 
 @pytest.mark.first(0, slow=1)

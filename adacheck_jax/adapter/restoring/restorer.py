@@ -213,11 +213,13 @@ class StepRestorer:
     ) -> Restored:
         """Restore the last step of a lineage, of which a look-up may have begun at ``begin_s``."""
         found_s, end = self._clock(), lineage.entries[-1]
+        size_bytes = sum(leaf.nbytes for leaf in lineage.base.leaves)
         is_own = end.holder == path and not end.is_link
         if is_own and (misplaced := roots.misplaced(path, lineage.manifest)):
             _log.warning("%s: %s; it was moved there.", path, misplaced)
         with agreed():
             base = self._read(path, lineage, args, agreed)
+            host_memory.return_freed(size_bytes)  # before more is read beside it
             read_s = self._clock()
             # A rounded leaf's fingerprint verifies nothing: then the records' checksums have to.
             with _explained(lineage):
@@ -227,7 +229,7 @@ class StepRestorer:
                     agreed=agreed,
                 )
             leaves = [None if working_set.is_abstract(leaf) else leaf for leaf in leaves]
-            host_memory.return_freed(sum(leaf.nbytes for leaf in lineage.base.leaves))
+            host_memory.return_freed(size_bytes)
             replayed_s = self._clock()
         with agreed():
             with _explained(lineage):
