@@ -14,15 +14,16 @@ from adacheck_jax.store.steps import deletion, lookup, marks, roots
 from adacheck_jax.store.steps.folders import LINEAGE
 from adacheck_jax.store.steps.roots import PROBE_PREFIX, TMP_SUFFIX, Step
 from adacheck_jax.store.storage.location import AnyPath, Location, at
-from adacheck_jax.tools.listing import kind_of
 from adacheck_jax.tools.recompute import Recomputation, Replayed
 from adacheck_jax.tools.steps import (
-    InputError,
     Progress,
+    Root,
+    Steps,
+    kind_of,
     numbered,
     quiet,
     settled,
-    steps_under,
+    walked,
 )
 from adacheck_jax.tools.verification import NUMBER, Damage, Verifier, damage_of
 
@@ -121,7 +122,7 @@ class RootReport:
 
 
 def verify_root(
-    root: AnyPath,
+    root: Root,
     number: int | None = None,
     item: str | None = None,
     *,
@@ -132,7 +133,7 @@ def verify_root(
     """Verify the steps under a root.
 
     Args:
-        root: the directory given to the checkpoint manager.
+        root: the directory given to the checkpoint manager, or its steps.
         number: step number, None for all steps; below zero a place counted from the newest.
         item: name of the item directory, None for all items.
         read_data: True to read every stored byte; the structure of each step is always checked.
@@ -146,24 +147,24 @@ def verify_root(
         InputError: there is no such root, step or item.
         StepDeletedError: the only step was deleted meanwhile.
     """
-    root = root.absolute()  # Orbax takes no other
-    steps = _selected(root, number, item)
+    every = walked(root)
+    top, steps = every.root, _selected(every, number, item)
     recomputation = Recomputation() if replay else None
-    report = functools.partial(_report, root, Verifier(), read_data, recomputation)
-    reports = _settled_reports(root, steps, report, progress)
+    report = functools.partial(_report, top, Verifier(), read_data, recomputation)
+    reports = _settled_reports(top, steps, report, progress)
     gone = {step.directory for step in steps} - reports.keys()
     if number is not None and gone and not reports:
         raise deletion.error_of(steps[0].directory)
     rows = [*reports.values()]
     rows.sort(key=lambda each: (-1 if each.step is None else each.step, each.item))
     return RootReport(
-        root=str(root),
+        root=str(top),
         steps=tuple(rows),
-        leftovers=tuple(leftovers(root)),
+        leftovers=tuple(leftovers(top)),
         data_count=sum("data" in each.checked for each in rows),
         damaged_count=sum(bool(each.damage) for each in rows),
         not_looked_at=tuple(_not_looked_at(rows, read_data=read_data, replay=replay)),
-        causes=_causes_of(str(root), ((each.step, d) for each in rows for d in each.damage)),
+        causes=_causes_of(str(top), ((each.step, d) for each in rows for d in each.damage)),
         deleted=tuple(sorted({step.step for step in steps if step.directory in gone})),
     )
 
@@ -189,25 +190,18 @@ def _of(count: int, every: Sequence[StepReport]) -> str:
     return steps if count == len(every) else f"{count} of {steps}"
 
 
-def _selected(root: AnyPath, number: int | None, item: str | None) -> list[Step]:
+def _selected(every: Steps, number: int | None, item: str | None) -> list[Step]:
     """Steps to verify; none where the first save was interrupted."""
-    try:
-        steps = steps_under(root, item)
-    except InputError:
-        only_leftovers = at(root).is_folder and any(each.is_temporary for each in leftovers(root))
-        if not only_leftovers or (number, item) != (None, None):
-            raise
+    is_first = not every.saved and (number, item) == (None, None)
+    if is_first and any(each.is_temporary for each in leftovers(every.root)):
         return []
+    steps = every.of(item)
     if number is None:
         return steps
-    number = numbered([step.step for step in steps], number, root)
+    number = numbered([step.step for step in steps], number, every.root)
     chosen = [step for step in steps if number in (step.step, roots.place_of(step.directory).step)]
     if not chosen:
-        numbers = ", ".join(str(step.step) for step in steps[-10:])
-        earlier = f"{len(steps) - 10} earlier and " if len(steps) > 10 else ""
-        raise InputError(
-            f"{root}: expected step {number}, found {earlier}{numbers}. Give one of these steps."
-        )
+        raise every.lacks(number, (step.step for step in steps))
     return chosen
 
 

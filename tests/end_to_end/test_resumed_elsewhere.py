@@ -21,8 +21,8 @@ from adacheck_jax.schedule.waste import Schedule
 from adacheck_jax.store.steps import lookup, roots
 from adacheck_jax.tools import audit, inspection
 from adacheck_jax.tools.handover import copying
-from adacheck_jax.tools.recorded import RecordedSteps
 from adacheck_jax.tools.report.statistics import statistics_of
+from adacheck_jax.tools.steps import RecordedSteps
 from tests import support
 from tests.save.loop import assert_all_restorable, deltas_of, kinds
 from tests.support import (

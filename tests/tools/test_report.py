@@ -15,9 +15,10 @@ import pytest
 from rich.filesize import decimal
 
 import adacheck_jax as adacheck
+from adacheck_jax.tools.history.differences import relative_change
 from adacheck_jax.tools.history.log import log
 from adacheck_jax.tools.history.walk import Walk
-from adacheck_jax.tools.report.gather import gather, relative_change
+from adacheck_jax.tools.report.gather import gather
 from adacheck_jax.tools.report.page import page_of
 from adacheck_jax.tools.steps import InputError
 from tests.tools.small_run import STEPS, trained

@@ -20,7 +20,7 @@ from adacheck_jax.tools.handover.copy_steps import (
     Copier,
     Lineages,
 )
-from adacheck_jax.tools.steps import InputError, Progress, quiet, steps_under
+from adacheck_jax.tools.steps import InputError, Progress, Steps, quiet
 
 
 @dataclass(frozen=True, slots=True)
@@ -103,7 +103,7 @@ def _planned(root: Location) -> tuple[list[CopiedStep], dict[str, dict[str, Line
     """
     rows: dict[str, CopiedStep] = {}
     lineages: dict[str, dict[str, Lineage]] = {}
-    for step in steps_under(root):
+    for step in Steps(root).of():
         item = at(step.directory).below(root)
         name = item.partition("/")[0]
         rows.setdefault(name, CopiedStep(name, ""))

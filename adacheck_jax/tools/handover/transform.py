@@ -14,8 +14,7 @@ from adacheck_jax.store.storage.location import AnyPath
 from adacheck_jax.tools import verification
 from adacheck_jax.tools.handover import destination, sources
 from adacheck_jax.tools.recompute import wide_integers
-from adacheck_jax.tools.recorded import RecordedSteps
-from adacheck_jax.tools.steps import undeleted
+from adacheck_jax.tools.steps import RecordedSteps, undeleted
 
 
 @dataclass(frozen=True, slots=True)

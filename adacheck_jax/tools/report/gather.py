@@ -4,26 +4,20 @@ from __future__ import annotations
 
 import contextlib
 import itertools
-import math
 from collections import Counter
-from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from datetime import UTC, datetime
 
-import numpy as np
-
-from adacheck_jax.errors import AdaCheckError
 from adacheck_jax.format.manifest import Delta
 from adacheck_jax.store.storage.location import AnyPath
 from adacheck_jax.tools import audit, listing
 from adacheck_jax.tools.audit import RootReport
-from adacheck_jax.tools.history import log
-from adacheck_jax.tools.history.differences import norm, roles_of, wide
-from adacheck_jax.tools.history.log import StepLog
-from adacheck_jax.tools.history.walk import State, Walk
+from adacheck_jax.tools.history.differences import roles_of
+from adacheck_jax.tools.history.log import StepLog, logged
+from adacheck_jax.tools.history.walk import Walk
 from adacheck_jax.tools.listing import FOREIGN, STOCK, RootSummary
 from adacheck_jax.tools.report.statistics import Statistics, statistics_of
-from adacheck_jax.tools.steps import InputError, Progress, quiet
+from adacheck_jax.tools.steps import Progress, Steps, quiet
 
 MOST_VERIFIED = 300
 """Saved steps up to which the structure of all is checked: it takes some milliseconds a step."""
@@ -31,9 +25,6 @@ _OTHERS = (STOCK, FOREIGN)
 SMALL_STEP_COUNT = 400
 SMALL_RUN_BYTES = 4_000_000_000
 """Steps, and bytes of all their states, up to which every step is restored unasked."""
-
-Norms = tuple[StepLog, dict[str, float]]
-"""Log of a step, and the relative change of each leaf, by its path."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -92,7 +83,8 @@ def gather(
     Raises:
         InputError: there is no such root, step or item.
     """
-    summary = listing.summarize_root(root)
+    steps = Steps(root)
+    summary = listing.summarize_root(steps)
     rows = tuple(
         row
         for row in summary.steps
@@ -102,21 +94,28 @@ def gather(
     damage = {row.item: row.error for row in ours if row.error}
     verified = None
     if 0 < len(ours) <= MOST_VERIFIED:
-        verified = audit.verify_root(root, item=item, progress=progress)
+        verified = audit.verify_root(steps, item=item, progress=progress)
         found = {each.item: each.damage[0] for each in verified.steps if each.damage}
         damage = {place: f"{each.file}: {each.message}" for place, each in found.items()} | damage
     made_at = datetime.now(UTC).isoformat(timespec="seconds")
     report = Report(made_at, replace(summary, steps=rows), verified, damage)
     if all(row.error for row in ours):
         return report
-    with contextlib.closing(Walk(root, item)) as walk:
+    with contextlib.closing(Walk(steps, item)) as walk:
         return _walked(report, walk, norm_count, progress)
 
 
 def _walked(report: Report, walk: Walk, norm_count: int | None, progress: Progress) -> Report:
     """The report with what recorded steps tell."""
-    found, failed = _norms_of(walk, _chosen(walk, norm_count), progress)
-    note = f"Norms of {len(found):,} of {len(walk.steps):,} steps; --norms N restores N of them."
+    logs, changes, failed = list[StepLog](), list[dict[str, float]](), dict[int, str]()
+    wanted = _chosen(walk, norm_count)
+    for step, found, changed in logged(walk, wanted, progress, every_leaf=True):
+        if isinstance(found, StepLog):
+            logs.append(found)
+            changes.append(changed)
+        else:
+            failed[step] = " ".join(str(found).split())
+    note = f"Norms of {len(logs):,} of {len(walk.steps):,} steps; --norms N restores N of them."
     if failed:
         step, why = next(iter(failed.items()))
         note += f" {len(failed):,} could not be restored here, such as step {step:,}: {why}"
@@ -125,7 +124,6 @@ def _walked(report: Report, walk: Walk, norm_count: int | None, progress: Progre
     present = {row.step for row in report.summary.steps if row.kind not in _OTHERS}
     kept = [step for step in walk.steps if saved_with[step] in present]
     pairs = itertools.pairwise(map(walk.fingerprints, kept))
-    changed = Counter(path for old, new in pairs for path, _ in new.items() - old.items())
     base = lineages[walk.steps[-1]].base
     roles = zip(base.leaves, roles_of(len(base.leaves), base.update), strict=True)
     ends = [each.end for each in lineages.values()]
@@ -136,56 +134,11 @@ def _walked(report: Report, walk: Walk, norm_count: int | None, progress: Progre
         kept=tuple(kept),
         held={step: saved for step, saved in saved_with.items() if step not in present},
         checked=dict(Counter(e.checked or "not checked" for e in ends if isinstance(e, Delta))),
-        logs=tuple(row for row, _ in found.values()),
-        norms_note=note if len(found) < len(walk.steps) else "",
-        changed=dict(changed),
-        changes={
-            leaf.path: tuple(relative.get(leaf.path) for _, relative in found.values())
-            for leaf in base.leaves
-        },
+        logs=tuple(logs),
+        norms_note=note if len(logs) < len(walk.steps) else "",
+        changed=dict(Counter(path for old, new in pairs for path, _ in new.items() - old.items())),
+        changes={x.path: tuple(each.get(x.path) for each in changes) for x in base.leaves},
     )
-
-
-def _norms_of(
-    walk: Walk, wanted: Sequence[int], progress: Progress
-) -> tuple[dict[int, Norms], dict[int, str]]:
-    """Norms of steps, and the reason for each that could not be restored."""
-    before_of = dict(zip(walk.steps[1:], walk.steps, strict=False))
-    found, failed = dict[int, Norms](), dict[int, str]()
-    last: State | None = None
-    for n, step in enumerate(wanted):
-        progress(n, len(wanted), f"step {step}")
-        try:
-            earlier = before_of.get(step)
-            if earlier is not None and (last is None or last.step != earlier):
-                last = walk.at(earlier)
-            before, last = None if earlier is None else last, walk.at(step)
-            found[step] = _compared(walk, before, last)
-        except (AdaCheckError, InputError, OSError) as error:
-            failed[step] = " ".join(str(error).split())
-    return found, failed
-
-
-def _compared(walk: Walk, before: State | None, after: State) -> Norms:
-    if before is None:
-        return log.row_of(walk, after, ()), {}
-    pairs = zip(before.leaves, before.arrays, strict=True)
-    old = {(leaf.path, array.dtype, array.shape): array for leaf, array in pairs}
-    relative = {
-        leaf.path: relative_change(last, array)
-        for leaf, array in zip(after.leaves, after.arrays, strict=True)
-        if (last := old.get((leaf.path, array.dtype, array.shape))) is not None
-        and leaf.key_type is None
-        and array.dtype.kind != "b"
-    }
-    return log.row_of(walk, after, log.params_of(before)), relative
-
-
-def relative_change(before: np.ndarray, after: np.ndarray) -> float:
-    """Norm of the change of an array of numbers, relative to it before; infinite from zero."""
-    with np.errstate(all="ignore"):
-        change, size = norm([wide(after) - wide(before)]), norm([before])
-    return change / size if size else (math.inf if change else 0.0)
 
 
 def _chosen(walk: Walk, asked: int | None) -> list[int]:
