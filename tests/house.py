@@ -104,7 +104,7 @@ MAY_TOUCH_FILES = {
     "plan.options": "it looks if a directory that a caller names is a file",
     "tools.restorable": "callers give it a path as a text",
     "adapter.stock.plain": "Orbax takes paths",
-    "tools.handover.copy_files": "it copies files",
+    "tools.handover.copy_steps": "it copies files",
     "tools.handover.destination": "it makes what a user names, outside of checkpoint roots",
     "tools.handover.export": "it writes what a user names",
     "tools.handover.formats": "the safetensors library writes files",

@@ -130,15 +130,7 @@ def verify_root(
     replay: bool = False,
     progress: Progress = quiet,
 ) -> RootReport:
-    """Verify the steps under a root.
-
-    Args:
-        root: the directory given to the checkpoint manager, or its steps.
-        number: step number, None for all steps; below zero a place counted from the newest.
-        item: name of the item directory, None for all items.
-        read_data: True to read every stored byte; the structure of each step is always checked.
-        replay: True to recompute each step.
-        progress: callback before each step.
+    """Verify one step under a root, or all: their structure, their bytes, and what replays give.
 
     Returns:
         The report. Steps that were deleted meanwhile have a number in it, and no row.

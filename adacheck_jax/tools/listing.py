@@ -87,11 +87,7 @@ class RootSummary:
 
 
 def summarize_root(root: Root, last: int | None = None) -> RootSummary:
-    """List the steps under a checkpoint root.
-
-    Args:
-        root: the directory given to the checkpoint manager, or its steps.
-        last: number of the newest rows to return; None for all.
+    """List the steps under a checkpoint root, or so many of the last ones.
 
     Returns:
         Every step that :class:`~adacheck_jax.AdaCheckHandler` or stock Orbax saved, damaged ones

@@ -68,12 +68,7 @@ def repair(
 ) -> RepairReport:
     """Remove steps that cannot be restored, and leftovers.
 
-    Args:
-        root: the directory given to the checkpoint manager.
-        read_data: True to look for damage in every stored byte, not in the structure alone.
-        dry_run: True to remove nothing.
-        force: True to go on although a manager may be saving.
-        progress: callback before each step is verified.
+    With ``force`` it goes on although a manager may be saving.
 
     Raises:
         InputError: there is no such root, Orbax cannot read it, or a manager may be saving into it.

@@ -34,9 +34,6 @@ class InputError(Exception):
 class Steps:
     """The steps under a root that have a directory of their own.
 
-    Args:
-        root: the directory given to the checkpoint manager.
-
     Attributes:
         saved: the steps, damaged ones included, by ascending number; there may be none.
 
@@ -144,10 +141,6 @@ class RecordedStep:
 class RecordedSteps:
     """The recorded steps of a run: saved, deferred, or held by a later step's directory.
 
-    Args:
-        root: the root.
-        item: name of the item directory, needed if steps hold several.
-
     Attributes:
         steps: the recorded steps, by ascending number.
         damaged: the error of each step whose own directory cannot be restored, by number. A later
@@ -185,9 +178,6 @@ class RecordedSteps:
 
     def find(self, wanted: int | None) -> RecordedStep:
         """The recorded step that a caller means.
-
-        Args:
-            wanted: its number; None for the newest; below zero a place counted from it.
 
         Raises:
             InputError: it is not recorded, or stock Orbax saved it.

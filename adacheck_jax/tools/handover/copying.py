@@ -48,12 +48,8 @@ def copy(source: AnyPath, target: AnyPath, progress: Progress = quiet) -> CopyRe
     On a file system hard links stay hard links. In an object store, which has none, a delta refers
     to the steps that it builds on, and back on a file system it gets links to them. A step that is
     refused, or cannot be copied, is told in its row, and the others are copied. Steps that an
-    earlier call copied stay, so that a copy that was killed goes on with the step that it was at.
-
-    Args:
-        source: the root.
-        target: the other root; it may exist and hold other steps.
-        progress: callback before each step.
+    earlier call copied stay, so that a copy that was killed goes on with the step that it was at;
+    so do other steps at the target.
 
     Raises:
         InputError: there is no such root, or the target lies in it, or it in the target.

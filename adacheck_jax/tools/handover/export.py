@@ -69,14 +69,7 @@ def export(
 ) -> ExportReport:
     """Write one recorded step, or published version, in another format, read it back and compare.
 
-    Args:
-        root: the directory given to the checkpoint manager, or the root of published weights.
-        number: number of the step, saved or deferred, or of the version; None for the newest;
-            below zero a place counted from it.
-        target: path of the export, where nothing is yet.
-        wanted: the format.
-        params_only: False to export every leaf of a step.
-        item: name of the item directory, needed if a step holds several.
+    Nothing may lie at the target yet; the root may be one of published weights.
 
     Raises:
         InputError: there is no such step, or nothing can be written there.

@@ -59,14 +59,6 @@ def transform(
 ) -> TransformReport:
     """Restore a recorded step, give it another layout, and save it as a base in a new root.
 
-    Args:
-        root: the directory given to the checkpoint manager.
-        target: path of the new root.
-        rules: the rules.
-        number: step number; None for the newest; below zero a place counted from it.
-        item: name of the item directory, needed if a step holds several.
-        dry_run: True to plan alone.
-
     Raises:
         InputError: there is no such root, step or item, or something is at the target.
         MismatchError: a rule does not fit the leaves, or loses bits and does not say so.

@@ -71,14 +71,7 @@ def gather(
     norm_count: int | None = None,
     progress: Progress = quiet,
 ) -> Report:
-    """Gather a report.
-
-    Args:
-        root: the directory given to the checkpoint manager.
-        item: name of the item directory, needed if steps hold several.
-        norm_count: number of the steps that are restored for norms, at most; None for all of a
-            small run, and none else.
-        progress: is told of the progress.
+    """Gather a report, for which so many steps are restored; by default all of a small run.
 
     Raises:
         InputError: there is no such root, step or item.
