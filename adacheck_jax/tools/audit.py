@@ -165,21 +165,16 @@ def _not_looked_at(
     reports: Sequence[StepReport], *, read_data: bool, replay: bool
 ) -> Iterator[str]:
     """Parts that were not checked, and the option that has them checked, or why they were not."""
-    hindered = "asked for, and not possible: see the step"
-    unread = sum("data" not in each.checked for each in reports)
-    if unread:
-        how = hindered if read_data else "verify --read-data"
-        yield f"the array bytes of {_of(unread, reports)} ({how})"
     replaying = [each for each in reports if each.replayed_count]
-    missing = sum("replay" not in each.checked for each in replaying)
-    if missing:
-        how = hindered if replay else "verify --replay"
-        yield f"the replay of {_of(missing, replaying)} with updates ({how})"
-
-
-def _of(count: int, every: Sequence[StepReport]) -> str:
-    steps = f"{len(every)} step{'' if len(every) == 1 else 's'}"
-    return steps if count == len(every) else f"{count} of {steps}"
+    for check, every, what, option, is_asked in (
+        ("data", reports, "the array bytes of {}", "--read-data", read_data),
+        ("replay", replaying, "the replay of {} with updates", "--replay", replay),
+    ):
+        if missing := sum(check not in each.checked for each in every):
+            steps = f"{len(every)} step{'' if len(every) == 1 else 's'}"
+            how = "asked for, and not possible: see the step" if is_asked else f"verify {option}"
+            some = "" if missing == len(every) else f"{missing} of "
+            yield f"{what.format(some + steps)} ({how})"
 
 
 def _selected(every: Steps, number: int | None, item: str | None) -> list[Step]:
@@ -208,17 +203,17 @@ def _settled_reports(
     # Item by item, so that each lineage is replayed once.
     ordered = sorted(steps, key=lambda x: (x.directory.name, x.step, str(x.directory)))
 
-    def look() -> list[AnyPath]:
+    def damaged() -> list[AnyPath]:
         """Verify steps; when called again, damaged ones alone."""
         for done, step in enumerate(ordered):
-            known = reports.get(step.directory)
-            if known is None:
+            if step.directory not in reports:
                 progress(done, len(ordered), at(step.directory).below(at(root)))
-            if known is None or known.damage:
-                reports[step.directory] = report(step)
+            elif not reports[step.directory].damage:
+                continue
+            reports[step.directory] = report(step)
         return [path for path, report in reports.items() if report.damage]
 
-    _, gone = settled(look, lambda damaged: damaged)
+    _, gone = settled(damaged, lambda found: found)
     return {path: report for path, report in reports.items() if path not in gone}
 
 
@@ -230,18 +225,21 @@ def _report(
     step: Step,
 ) -> StepReport:
     """Verify one step, and recompute it if there is something to do it with."""
-    manifest, place = step.manifest, at(step.directory).below(at(root))
-    number = None if step.step < 0 else step.step
-    kind = None if manifest is None else kind_of(manifest)
-    report = StepReport(number, place, kind, ("structure",), ())
+    manifest = step.manifest
+    report = StepReport(
+        step=None if step.step < 0 else step.step,
+        item=at(step.directory).below(at(root)),
+        kind=None if manifest is None else kind_of(manifest),
+        checked=("structure",),
+        damage=(),
+    )
     damage: list[Damage] = []
     if manifest and (misplaced := roots.misplaced(step.directory, manifest)):
         damage.append(Damage(str(step.directory), None, misplaced, NUMBER))
     try:
-        lineage = lookup.resolve(step.directory)
+        lineage = lookup.resolve(step.directory)  # anew: it may be a base by now
     except AdaCheckError as error:
-        damage.append(damage_of(error, step.directory))
-        return replace(report, damage=tuple(damage))
+        return replace(report, damage=(*damage, damage_of(error, step.directory)))
     checked = ["structure"]
     damage += verifier.structure(lineage)
     if read_data:
@@ -271,31 +269,29 @@ def _new(known: Sequence[Damage], found: Sequence[Damage]) -> list[Damage]:
 
 def leftovers(root: AnyPath) -> list[Leftover]:
     """Directories under a root, and in its step directories, that are no steps."""
-    found = []
-    top = at(root)
+    top, interrupted = at(root), "left by an interrupted save"
     items = roots.items_of(top)
     ours = {path for each in items for path in (each, each.parent)}
-    unfinished = {
-        path for each in roots.items_of(top, committed=False) for path in (each, each.parent)
-    }
+    unfinished = roots.items_of(top, committed=False)
+    unfinished += [each.parent for each in unfinished]
+    found: list[Leftover] = []
     for path in _directories(top):
-        relative = path.below(top)
-        is_named_temporary = TMP_SUFFIX in path.name or path.name.startswith(PROBE_PREFIX)
-        if is_named_temporary or path in unfinished:
-            found.append(Leftover(relative, "left by an interrupted save", True))
+        name = path.below(top)
+        if _is_temporary(path) or path.name.startswith(PROBE_PREFIX) or path in unfinished:
+            found.append(Leftover(name, interrupted, True))
         elif path in ours:
-            found += [
-                Leftover(inner.below(top), "left by an interrupted save", True)
-                for inner in _directories(path)
-                if TMP_SUFFIX in inner.name
-            ]
+            inside = filter(_is_temporary, _directories(path))
+            found += [Leftover(inner.below(top), interrupted, True) for inner in inside]
+        elif path.name.rsplit("_", maxsplit=1)[-1].isdecimal() and marks.is_rest(path):
+            found.append(Leftover(name, f"{interrupted} or deletion", True))
         elif path.name.rsplit("_", maxsplit=1)[-1].isdecimal():
-            if marks.is_rest(path):
-                found.append(Leftover(relative, "left by an interrupted save or deletion", True))
-                continue
-            found.append(Leftover(relative, "holds no step saved by AdaCheckHandler", False))
+            found.append(Leftover(name, "holds no step saved by AdaCheckHandler", False))
     why = "holds files that an interrupted compaction left"
     return found + [Leftover(each.below(top), why, False) for each in half_compacted(items)]
+
+
+def _is_temporary(path: Location) -> bool:
+    return TMP_SUFFIX in path.name
 
 
 def half_compacted(directories: Iterable[AnyPath]) -> list[Location]:
