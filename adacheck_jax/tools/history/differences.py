@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 
@@ -42,23 +42,23 @@ class LeafDifference:
             ``other``.
         changed_count: number of elements whose bits differ.
         changed_share: their share of all elements.
+        first: the first element that differs, in row-major order.
         norm: Euclidean norm of the difference; None where elements are no numbers, or no number
             is finite.
         relative: that norm divided by the one of the first state's leaf; None if this is zero.
         largest: largest absolute difference; None likewise.
         cosine: cosine of the angle between the leaves; None likewise, or if one is zero.
-        first: the first element that differs, in row-major order.
     """
 
     path: str
     role: str
     changed_count: int
     changed_share: float
-    norm: float | None
-    relative: float | None
-    largest: float | None
-    cosine: float | None
     first: Element
+    norm: float | None = None
+    relative: float | None = None
+    largest: float | None = None
+    cosine: float | None = None
 
 
 def roles_of(leaf_count: int, update: Update | None) -> list[str]:
@@ -109,13 +109,17 @@ def difference(
     one, other = old[first : first + 1], new[first : first + 1]
     bits = sum(int(byte).bit_count() for byte in (_words(one) ^ _words(other)).reshape(-1))
     element = Element(index, shown(one[0]), shown(other[0]), bits, process_of(leaf, index))
-    numbers: tuple[float | None, ...] = (None,) * 4
+    found = LeafDifference(leaf.path, role, changed, changed / old.size, element)
     of_old, of_new, both, between = map(float, sums)
-    if old.dtype.kind != "b" and math.isfinite(between):
-        relative = math.sqrt(between / of_old) if of_old else None
-        cosine = both / math.sqrt(of_old * of_new) if of_old and of_new else None
-        numbers = (math.sqrt(between), relative, largest, cosine)
-    return LeafDifference(leaf.path, role, changed, changed / old.size, *numbers, element)
+    if old.dtype.kind == "b" or not math.isfinite(between):
+        return found
+    return replace(
+        found,
+        norm=math.sqrt(between),
+        relative=math.sqrt(between / of_old) if of_old else None,
+        largest=largest,
+        cosine=both / math.sqrt(of_old * of_new) if of_old and of_new else None,
+    )
 
 
 def wide(array: np.ndarray) -> np.ndarray:

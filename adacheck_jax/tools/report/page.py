@@ -56,9 +56,8 @@ def page_of(report: Report) -> str:
         The text of an HTML file.
     """
     rows = _rows(report)
-    leaves = report.statistics.leaves if report.statistics else ()
-    leaves = sorted(leaves, key=lambda leaf: -leaf.state_bytes)[:MOST_LEAVES]
-    changes = [each for leaf in leaves for each in report.changes.get(leaf.path, ()) if each]
+    leaves = report.leaves[:MOST_LEAVES]
+    changes = [change for leaf in leaves for change in leaf.changes if change]
     finite = [each for each in changes if math.isfinite(each)]
     # All values are escaped but those that are marked up: anybody names leaves and metrics.
     pages = Environment(autoescape=True)
