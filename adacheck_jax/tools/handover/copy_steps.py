@@ -14,7 +14,7 @@ import os
 import shutil
 from collections.abc import Iterable, Mapping
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 
 import xxhash
@@ -110,18 +110,18 @@ class Copier:
         if destination.on_file_system:
             os.makedirs(destination.key, exist_ok=True)
 
-    def copied(self, row: CopiedStep, lineages: Lineages) -> CopiedStep:
+    def copied(self, name: str, lineages: Lineages) -> CopiedStep:
         """Copies one step, if nothing speaks against it.
 
         Args:
-            row: the step.
+            name: name of its directory.
             lineages: those of its deltas.
 
         Raises:
             OSError: a store does not answer any more.
         """
-        source, target = self._root / row.name, self._destination / row.name
-        turn = self._destination / f"{PROBE_PREFIX}{row.name}.copy{TMP_SUFFIX}"
+        source, target = self._root / name, self._destination / name
+        turn = self._destination / f"{PROBE_PREFIX}{name}.copy{TMP_SUFFIX}"
         try:
             with undeleted(source), turn.lock():
                 step = _Original(source, lineages)
@@ -130,18 +130,18 @@ class Copier:
                     raise FileNotFoundError(errno.ENOENT, "no manifest", str(source))
                 if is_whole and step.manifests == _manifests_of(target, step.manifests):
                     self._likely |= _linked(step.files, target)
-                    return replace(row, result=THERE)
+                    return CopiedStep(name, THERE)
                 copy = self._to_disk if target.on_file_system else self._to_store
-                return replace(row, result=COPIED, written_bytes=copy(step, target))
+                return CopiedStep(name, COPIED, written_bytes=copy(step, target))
         except StepDeletedError:
-            return replace(row, result=DELETED)
+            return CopiedStep(name, DELETED)
         except FileNotFoundError:
-            return replace(row, result=REFUSED, why=_CHANGED)
+            return CopiedStep(name, REFUSED, _CHANGED)
         except (AdaCheckError, OSError) as error:
             # An answer of a store, or none: the other steps would wait for it, too.
             if isinstance(error, OSError) and error.errno == errno.EREMOTEIO:
                 raise
-            return replace(row, result=REFUSED, why=" ".join(str(error).split()))
+            return CopiedStep(name, REFUSED, " ".join(str(error).split()))
 
     def _to_disk(self, step: _Original, target: Location) -> int:
         if target.exists:
