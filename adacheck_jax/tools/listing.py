@@ -14,7 +14,7 @@ from adacheck_jax.store.steps import folders, marks, roots
 from adacheck_jax.store.steps.roots import Step
 from adacheck_jax.store.storage.interface import Entry, Stamp
 from adacheck_jax.store.storage.location import AnyPath, Location, at
-from adacheck_jax.tools.steps import Root, kind_of, walked
+from adacheck_jax.tools.steps import Root, Steps, kind_of, walked
 
 STOCK, FOREIGN = "stock", "foreign"
 
@@ -98,7 +98,7 @@ def summarize_root(root: Root, last: int | None = None) -> RootSummary:
     """
     steps = walked(root)
     top = at(steps.root)
-    rows = [*(_row_of(step, top) for step in steps.saved), *_others(top, steps.saved)]
+    rows = [*(_row_of(step, top) for step in steps.saved), *_others(steps)]
     if not rows:
         raise steps.nothing()
     rows.sort(key=lambda row: (-1 if row.step is None else row.step, row.item))
@@ -157,13 +157,13 @@ def _checked(manifest: Manifest) -> str | None:
     return " + ".join(kinds)
 
 
-def _others(root: Location, steps: Sequence[Step]) -> list[StepSummary]:
+def _others(steps: Steps) -> list[StepSummary]:
     """Directories with a step's name in which none of our steps lies."""
-    stock = roots.stock_steps(root)
+    root, stock = at(steps.root), steps.stock
     rows = [StepSummary(n, at(x).below(root), STOCK) for n, paths in stock.items() for x in paths]
     if not root.on_file_system:  # what else lies there may be a save that is under way
         return rows
-    ours = {at(step.directory).below(root).partition("/")[0] for step in steps}
+    ours = {at(step.directory).below(root).partition("/")[0] for step in steps.saved}
     for name in root.folders():
         number = roots.place_of(root / name, in_step=False).step
         if not (number is None or name in ours or number in stock or roots.TMP_SUFFIX in name):

@@ -5,6 +5,7 @@ A running manager may be changing the root; a step that is being deleted is none
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Iterable
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
@@ -54,6 +55,11 @@ class Steps:
         )
         self.saved = [step for step in steps if step.directory not in gone]
 
+    @functools.cached_property
+    def stock(self) -> dict[int, list[AnyPath]]:
+        """Item directories of the steps that stock Orbax saved, by number."""
+        return roots.stock_steps(self.root)
+
     def of(self, item: str | None = None) -> list[Step]:
         """The steps of an item, or of all.
 
@@ -85,7 +91,7 @@ class Steps:
 
     def lacks(self, number: int, known: Iterable[int]) -> InputError:
         """Error for a number that no step has, which says what has it or what is near it."""
-        if number in roots.stock_steps(self.root):
+        if number in self.stock:
             return InputError(
                 f"{self.root}: expected a step saved by AdaCheckHandler, found that stock Orbax "
                 f"saved step {number}: nothing can verify it. It is a plain checkpoint already; "

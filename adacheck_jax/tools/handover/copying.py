@@ -61,10 +61,10 @@ def copy(source: AnyPath, target: AnyPath, progress: Progress = quiet) -> CopyRe
             f"{root}: expected a checkpoint root, found one step of one. Give {root.parent}; on a "
             "disk cp -a copies a step, with its hard links; adacheck export writes any step."
         )
-    found = dict[str, list[Step]]()
-    for step in Steps(root).of():
+    every, found = Steps(root), dict[str, list[Step]]()
+    for step in every.of():
         found.setdefault(_name_of(root, step.directory), []).append(step)
-    found |= {_name_of(root, places[0]): [] for places in roots.stock_steps(root).values()}
+    found |= {_name_of(root, places[0]): [] for places in every.stock.values()}
     _check_destination(destination, root)
     is_new = not destination.exists
     copier, rows = Copier(root, destination), dict[str, CopiedStep]()
