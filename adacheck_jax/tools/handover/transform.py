@@ -12,7 +12,8 @@ from adacheck_jax.layout.plan import Plan
 from adacheck_jax.layout.rules import Rule
 from adacheck_jax.store.storage.location import AnyPath
 from adacheck_jax.tools import verification
-from adacheck_jax.tools.handover import destination, sources
+from adacheck_jax.tools.handover import sources
+from adacheck_jax.tools.handover.export import free_place, written_beside
 from adacheck_jax.tools.recompute import wide_integers
 from adacheck_jax.tools.steps import RecordedSteps, undeleted
 
@@ -64,13 +65,13 @@ def transform(
         MismatchError: a rule does not fit the leaves, or loses bits and does not say so.
         AdaCheckError: the step is damaged.
     """
-    path = destination.checked(target, root)
+    path = free_place(target, root)
     found = RecordedSteps(root, item).find(number)
     base = found.lineage.base
     plan = relayout.planned(rules, base)
     if not dry_run:
         dtypes = (kind.dtype for kind in plan.kinds)
-        with wide_integers(dtypes), destination.temporary(path) as new:
+        with wide_integers(dtypes), written_beside(path) as new:
             with undeleted(found.directory):
                 state = sources.restored(found, StockCheckpoints(), rules).state
             name = found.directory.name
