@@ -14,7 +14,6 @@ import numpy as np
 from adacheck_jax.device import transfer, trees
 from adacheck_jax.errors import IntegrityError, StepDeletedError
 from adacheck_jax.format.manifest import Leaf, Update
-from adacheck_jax.restore import check
 from adacheck_jax.store.steps.lineage import Lineage
 from adacheck_jax.tools.recompute import Reached, cannot_replay_here
 from adacheck_jax.tools.steps import (
@@ -140,10 +139,10 @@ class Walk:
         self._reached.close()
 
     def _restored(self, step: int, lineage: Lineage) -> State:
-        (leaves, differing), base = self._reached.at(lineage), lineage.base
+        (leaves, wrong, rounded), base = self._reached.at(lineage), lineage.base
         self.restored_count += 1
-        if wrong := sorted(differing - check.bound_to_mesh(lineage)):
-            shown = ", ".join(base.leaves[i].path for i in wrong[:5])
+        if wrong:
+            shown = ", ".join(base.leaves[i].path for i in sorted(wrong)[:5])
             self._reached.release()
             raise IntegrityError(
                 f"{self.root}: step {step}: expected the bits that were saved, found others in "
@@ -154,7 +153,7 @@ class Walk:
             lineage.leaves,
             tuple(_on_host(value, spec) for value, spec in zip(leaves, base.leaves, strict=True)),
             base.update,
-            tuple(base.leaves[i].path for i in sorted(differing)),
+            tuple(base.leaves[i].path for i in sorted(rounded)),
         )
 
 
