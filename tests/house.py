@@ -55,14 +55,11 @@ MAY_IMPORT = {
         "device",
         "store",
         "update",
-        "state",
-        "memory",
         "restore",
         "adapter",
-        "schedule",
         "publish",
     ),
-    "cli": ("errors", "layout", "format", "device", "store", "update", "adapter", "tools", FACADE),
+    "cli": ("errors", "layout", "store", "update", "tools", FACADE),
     "v1": ("adapter",),
 }
 """Rooms, lowest first, and the rooms that each may import: a design decision, made here."""
@@ -79,7 +76,7 @@ MAY_USE = {
     "restore": {"jax"},
     "adapter": {"jax", "orbax"},
     "tools": {"jax"},
-    "cli": {"jax", "orbax"},
+    "cli": {"jax"},
 }
 """The large packages from outside that a room may import."""
 

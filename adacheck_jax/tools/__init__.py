@@ -1,7 +1,7 @@
 """Tools: checkpoint roots inspected, verified and repaired without the run that wrote them.
 
-A library: it prints nothing, :mod:`~adacheck_jax.cli` does. Knows every room but that one and those
-in which saves are planned, proved and made. Begin with :mod:`~adacheck_jax.tools.inspection`.
+A library: it prints nothing, :mod:`~adacheck_jax.cli` does. Knows no room in which saves are
+planned, proved and made. Begin with :mod:`~adacheck_jax.tools.steps`.
 
 Everywhere ``root`` is the directory or URL given to the checkpoint manager, or its steps where they
 were read already; ``number`` a step's: None for the newest step, below zero a place counted from
