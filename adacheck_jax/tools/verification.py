@@ -11,6 +11,7 @@ import contextlib
 import dataclasses
 import hashlib
 import re
+from bisect import bisect_left
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 
@@ -107,11 +108,15 @@ def whole_part(lineage: Lineage, verifier: Verifier) -> Lineage | None:
     Returns:
         The lineage of the newest step that can be restored; None if not even the base can.
     """
-    entries, whole = lineage.entries, 0
-    while not any(_hindering(Lineage(entries[: whole + 1]), True, verifier)):
-        whole += 1
-        if whole == len(entries):
-            return lineage
+    entries = lineage.entries
+
+    def is_damaged(count: int) -> bool:
+        return any(_hindering(Lineage(entries[:count]), True, verifier))
+
+    # By halving: damage of a step hinders all steps that build on it.
+    whole = bisect_left(range(1, len(entries) + 1), True, key=is_damaged)
+    if whole == len(entries):
+        return lineage
     if whole == 0:
         return None
     return _readable(Lineage(entries[: whole + 1])) or Lineage(entries[:whole])
