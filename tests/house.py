@@ -55,14 +55,11 @@ MAY_IMPORT = {
         "device",
         "store",
         "update",
-        "state",
-        "memory",
         "restore",
         "adapter",
-        "schedule",
         "publish",
     ),
-    "cli": ("errors", "layout", "format", "device", "store", "update", "adapter", "tools", FACADE),
+    "cli": ("errors", "layout", "store", "update", "tools", FACADE),
     "v1": ("adapter",),
 }
 """Rooms, lowest first, and the rooms that each may import: a design decision, made here."""
@@ -79,7 +76,7 @@ MAY_USE = {
     "restore": {"jax"},
     "adapter": {"jax", "orbax"},
     "tools": {"jax"},
-    "cli": {"jax", "orbax"},
+    "cli": {"jax"},
 }
 """The large packages from outside that a room may import."""
 
@@ -104,9 +101,8 @@ MAY_TOUCH_FILES = {
     "plan.options": "it looks if a directory that a caller names is a file",
     "tools.restorable": "callers give it a path as a text",
     "adapter.stock.plain": "Orbax takes paths",
-    "tools.handover.copy_files": "it copies files",
-    "tools.handover.destination": "it makes what a user names, outside of checkpoint roots",
-    "tools.handover.export": "it writes what a user names",
+    "tools.handover.copy_steps": "it copies files",
+    "tools.handover.export": "it makes what a user names, outside of checkpoint roots",
     "tools.handover.formats": "the safetensors library writes files",
     "cli.callables": "it imports files of the user's",
     "cli.demo": "the demonstration works in a directory of its own",

@@ -41,14 +41,9 @@ def function_of(target: str, takes: str) -> Callable[..., Any]:
     if is_file and not Path(place).is_file():
         raise InputError(f"{place}: expected a Python file, found none. Check the path.")
     directory = Path(place).absolute().parent if is_file else Path.cwd()
-    try:
-        with _first_on_path(directory):
-            module = _from_file(Path(place)) if is_file else importlib.import_module(place)
-    except (Exception, SystemExit) as error:
-        raise InputError(
-            f"{place}: cannot be imported: {_described(error)}. Run python "
-            f"{place if is_file else f'-m {place}'} to see where."
-        ) from error
+    run = place if is_file else f"-m {place}"
+    with _looked_for_in(directory, f"{place}: cannot be imported: ", f"Run python {run} to see."):
+        module = _from_file(Path(place)) if is_file else importlib.import_module(place)
     function = getattr(module, name, None)
     if not callable(function):
         found = f"a value of type {type(function).__name__}" if function else "no such name"
@@ -60,23 +55,24 @@ def function_of(target: str, takes: str) -> Callable[..., Any]:
         )
 
     def call(*arguments: Any, where: str = "") -> Any:
-        try:
-            with _first_on_path(directory):
-                return function(*arguments)
-        except (Exception, SystemExit) as error:
-            raise InputError(
-                f"{target}: {where}the function raised {_described(error)}. It is called {takes}."
-            ) from error
+        told = f"{target}: {where}the function raised "
+        with _looked_for_in(directory, told, f"It is called {takes}."):
+            return function(*arguments)
 
     return call
 
 
 @contextlib.contextmanager
-def _first_on_path(directory: Path) -> Iterator[None]:
+def _looked_for_in(directory: Path, told: str, remedy: str) -> Iterator[None]:
+    """Look for imports in a directory first; any error is the user's, between two texts."""
     before = list(sys.path)
     sys.path.insert(0, str(directory))
     try:
         yield
+    except (Exception, SystemExit) as error:
+        # JAX has long messages, of which the beginning says most.
+        message = ": ".join([type(error).__name__, *filter(None, [" ".join(str(error).split())])])
+        raise InputError(f"{told}{message[:500]}. {remedy}") from error
     finally:
         sys.path[:] = before
 
@@ -90,9 +86,3 @@ def _from_file(path: Path) -> Any:
     sys.modules[name] = module  # dataclasses look up the module they are defined in
     spec.loader.exec_module(module)
     return module
-
-
-def _described(error: BaseException) -> str:
-    """Type and message of an error; only the beginning of a long message, as JAX has."""
-    message = " ".join(str(error).split())[:500]
-    return f"{type(error).__name__}: {message}" if message else type(error).__name__

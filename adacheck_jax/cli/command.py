@@ -34,7 +34,6 @@ Target = Annotated[
         help="Function to call: path/to/file.py:function or package.module:function.",
     ),
 ]
-Step = Annotated[str, typer.Argument(metavar="STEP", help="Number, latest, or -1.")]
 Item = Annotated[str | None, typer.Option(help="Item name, where a step holds several such items.")]
 Last = Annotated[int | None, typer.Option("--last", "-n", min=1, help="Only the newest N steps.")]
 DryRun = Annotated[bool, typer.Option("--dry-run", help="Look only; change nothing.")]

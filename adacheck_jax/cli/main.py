@@ -12,14 +12,14 @@ from typing import Annotated
 import typer
 
 import adacheck_jax
-from adacheck_jax.cli import look, travel, keep, handover, models
+from adacheck_jax.cli import look, travel, handover, models
 from adacheck_jax.cli.command import app, show_restores
 
 # The commands are listed in the order of the first of these imports. Those that read arrays import
 # their modules when they run: with them comes JAX, which takes seconds and which ls, inspect and
 # --help do not need.
 
-__all__ = ["app", "handover", "keep", "look", "main", "models", "travel"]
+__all__ = ["app", "handover", "look", "main", "models", "travel"]
 
 
 def _show_version(is_wanted: bool) -> None:

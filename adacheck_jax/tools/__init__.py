@@ -1,12 +1,12 @@
 """Tools: checkpoint roots inspected, verified and repaired without the run that wrote them.
 
-A library: it prints nothing, :mod:`~adacheck_jax.cli` does. Knows every room but that one and those
-in which saves are planned, proved and made. Begin with :mod:`~adacheck_jax.tools.inspection`.
+A library: it prints nothing, :mod:`~adacheck_jax.cli` does. Knows no room in which saves are
+planned, proved and made. Begin with :mod:`~adacheck_jax.tools.steps`.
 
-Everywhere ``root`` is the directory or URL given to the checkpoint manager; ``number`` a step's:
-None for the newest step, below zero a place counted from it; ``item`` the name of an item's
-directory, needed where a step holds several; ``read_data`` True to read every stored byte;
-``dry_run`` True to look only; ``progress`` a callback before each step.
+Everywhere ``root`` is the directory or URL given to the checkpoint manager, or its steps where they
+were read already; ``number`` a step's: None for the newest step, below zero a place counted from
+it; ``item`` the name of an item's directory, needed where a step holds several; ``read_data`` True
+to read every stored byte; ``dry_run`` True to look only; ``progress`` a callback before each step.
 """
 
 from typing import TYPE_CHECKING

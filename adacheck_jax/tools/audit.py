@@ -14,15 +14,16 @@ from adacheck_jax.store.steps import deletion, lookup, marks, roots
 from adacheck_jax.store.steps.folders import LINEAGE
 from adacheck_jax.store.steps.roots import PROBE_PREFIX, TMP_SUFFIX, Step
 from adacheck_jax.store.storage.location import AnyPath, Location, at
-from adacheck_jax.tools.listing import kind_of
 from adacheck_jax.tools.recompute import Recomputation, Replayed
 from adacheck_jax.tools.steps import (
-    InputError,
     Progress,
+    Root,
+    Steps,
+    kind_of,
     numbered,
     quiet,
     settled,
-    steps_under,
+    walked,
 )
 from adacheck_jax.tools.verification import NUMBER, Damage, Verifier, damage_of
 
@@ -121,7 +122,7 @@ class RootReport:
 
 
 def verify_root(
-    root: AnyPath,
+    root: Root,
     number: int | None = None,
     item: str | None = None,
     *,
@@ -129,15 +130,7 @@ def verify_root(
     replay: bool = False,
     progress: Progress = quiet,
 ) -> RootReport:
-    """Verify the steps under a root.
-
-    Args:
-        root: the directory given to the checkpoint manager.
-        number: step number, None for all steps; below zero a place counted from the newest.
-        item: name of the item directory, None for all items.
-        read_data: True to read every stored byte; the structure of each step is always checked.
-        replay: True to recompute each step.
-        progress: callback before each step.
+    """Verify one step under a root, or all: their structure, their bytes, and what replays give.
 
     Returns:
         The report. Steps that were deleted meanwhile have a number in it, and no row.
@@ -146,24 +139,24 @@ def verify_root(
         InputError: there is no such root, step or item.
         StepDeletedError: the only step was deleted meanwhile.
     """
-    root = root.absolute()  # Orbax takes no other
-    steps = _selected(root, number, item)
+    every = walked(root)
+    top, steps = every.root, _selected(every, number, item)
     recomputation = Recomputation() if replay else None
-    report = functools.partial(_report, root, Verifier(), read_data, recomputation)
-    reports = _settled_reports(root, steps, report, progress)
+    report = functools.partial(_report, top, Verifier(), read_data, recomputation)
+    reports = _settled_reports(top, steps, report, progress)
     gone = {step.directory for step in steps} - reports.keys()
     if number is not None and gone and not reports:
         raise deletion.error_of(steps[0].directory)
     rows = [*reports.values()]
     rows.sort(key=lambda each: (-1 if each.step is None else each.step, each.item))
     return RootReport(
-        root=str(root),
+        root=str(top),
         steps=tuple(rows),
-        leftovers=tuple(leftovers(root)),
+        leftovers=tuple(leftovers(top)),
         data_count=sum("data" in each.checked for each in rows),
         damaged_count=sum(bool(each.damage) for each in rows),
         not_looked_at=tuple(_not_looked_at(rows, read_data=read_data, replay=replay)),
-        causes=_causes_of(str(root), ((each.step, d) for each in rows for d in each.damage)),
+        causes=_causes_of(str(top), ((each.step, d) for each in rows for d in each.damage)),
         deleted=tuple(sorted({step.step for step in steps if step.directory in gone})),
     )
 
@@ -172,42 +165,30 @@ def _not_looked_at(
     reports: Sequence[StepReport], *, read_data: bool, replay: bool
 ) -> Iterator[str]:
     """Parts that were not checked, and the option that has them checked, or why they were not."""
-    hindered = "asked for, and not possible: see the step"
-    unread = sum("data" not in each.checked for each in reports)
-    if unread:
-        how = hindered if read_data else "verify --read-data"
-        yield f"the array bytes of {_of(unread, reports)} ({how})"
     replaying = [each for each in reports if each.replayed_count]
-    missing = sum("replay" not in each.checked for each in replaying)
-    if missing:
-        how = hindered if replay else "verify --replay"
-        yield f"the replay of {_of(missing, replaying)} with updates ({how})"
+    for check, every, what, option, is_asked in (
+        ("data", reports, "the array bytes of {}", "--read-data", read_data),
+        ("replay", replaying, "the replay of {} with updates", "--replay", replay),
+    ):
+        if missing := sum(check not in each.checked for each in every):
+            steps = f"{len(every)} step{'' if len(every) == 1 else 's'}"
+            how = "asked for, and not possible: see the step" if is_asked else f"verify {option}"
+            some = "" if missing == len(every) else f"{missing} of "
+            yield f"{what.format(some + steps)} ({how})"
 
 
-def _of(count: int, every: Sequence[StepReport]) -> str:
-    steps = f"{len(every)} step{'' if len(every) == 1 else 's'}"
-    return steps if count == len(every) else f"{count} of {steps}"
-
-
-def _selected(root: AnyPath, number: int | None, item: str | None) -> list[Step]:
+def _selected(every: Steps, number: int | None, item: str | None) -> list[Step]:
     """Steps to verify; none where the first save was interrupted."""
-    try:
-        steps = steps_under(root, item)
-    except InputError:
-        only_leftovers = at(root).is_folder and any(each.is_temporary for each in leftovers(root))
-        if not only_leftovers or (number, item) != (None, None):
-            raise
+    is_first = not every.saved and (number, item) == (None, None)
+    if is_first and any(each.is_temporary for each in leftovers(every.root)):
         return []
+    steps = every.of(item)
     if number is None:
         return steps
-    number = numbered([step.step for step in steps], number, root)
+    number = numbered([step.step for step in steps], number, every.root)
     chosen = [step for step in steps if number in (step.step, roots.place_of(step.directory).step)]
     if not chosen:
-        numbers = ", ".join(str(step.step) for step in steps[-10:])
-        earlier = f"{len(steps) - 10} earlier and " if len(steps) > 10 else ""
-        raise InputError(
-            f"{root}: expected step {number}, found {earlier}{numbers}. Give one of these steps."
-        )
+        raise every.lacks(number, (step.step for step in steps))
     return chosen
 
 
@@ -222,17 +203,17 @@ def _settled_reports(
     # Item by item, so that each lineage is replayed once.
     ordered = sorted(steps, key=lambda x: (x.directory.name, x.step, str(x.directory)))
 
-    def look() -> list[AnyPath]:
+    def damaged() -> list[AnyPath]:
         """Verify steps; when called again, damaged ones alone."""
         for done, step in enumerate(ordered):
-            known = reports.get(step.directory)
-            if known is None:
+            if step.directory not in reports:
                 progress(done, len(ordered), at(step.directory).below(at(root)))
-            if known is None or known.damage:
-                reports[step.directory] = report(step)
+            elif not reports[step.directory].damage:
+                continue
+            reports[step.directory] = report(step)
         return [path for path, report in reports.items() if report.damage]
 
-    _, gone = settled(look, lambda damaged: damaged)
+    _, gone = settled(damaged, lambda found: found)
     return {path: report for path, report in reports.items() if path not in gone}
 
 
@@ -244,18 +225,21 @@ def _report(
     step: Step,
 ) -> StepReport:
     """Verify one step, and recompute it if there is something to do it with."""
-    manifest, place = step.manifest, at(step.directory).below(at(root))
-    number = None if step.step < 0 else step.step
-    kind = None if manifest is None else kind_of(manifest)
-    report = StepReport(number, place, kind, ("structure",), ())
+    manifest = step.manifest
+    report = StepReport(
+        step=None if step.step < 0 else step.step,
+        item=at(step.directory).below(at(root)),
+        kind=None if manifest is None else kind_of(manifest),
+        checked=("structure",),
+        damage=(),
+    )
     damage: list[Damage] = []
     if manifest and (misplaced := roots.misplaced(step.directory, manifest)):
         damage.append(Damage(str(step.directory), None, misplaced, NUMBER))
     try:
-        lineage = lookup.resolve(step.directory)
+        lineage = lookup.resolve(step.directory)  # anew: it may be a base by now
     except AdaCheckError as error:
-        damage.append(damage_of(error, step.directory))
-        return replace(report, damage=tuple(damage))
+        return replace(report, damage=(*damage, damage_of(error, step.directory)))
     checked = ["structure"]
     damage += verifier.structure(lineage)
     if read_data:
@@ -285,31 +269,29 @@ def _new(known: Sequence[Damage], found: Sequence[Damage]) -> list[Damage]:
 
 def leftovers(root: AnyPath) -> list[Leftover]:
     """Directories under a root, and in its step directories, that are no steps."""
-    found = []
-    top = at(root)
+    top, interrupted = at(root), "left by an interrupted save"
     items = roots.items_of(top)
     ours = {path for each in items for path in (each, each.parent)}
-    unfinished = {
-        path for each in roots.items_of(top, committed=False) for path in (each, each.parent)
-    }
+    unfinished = roots.items_of(top, committed=False)
+    unfinished += [each.parent for each in unfinished]
+    found: list[Leftover] = []
     for path in _directories(top):
-        relative = path.below(top)
-        is_named_temporary = TMP_SUFFIX in path.name or path.name.startswith(PROBE_PREFIX)
-        if is_named_temporary or path in unfinished:
-            found.append(Leftover(relative, "left by an interrupted save", True))
+        name = path.below(top)
+        if _is_temporary(path) or path.name.startswith(PROBE_PREFIX) or path in unfinished:
+            found.append(Leftover(name, interrupted, True))
         elif path in ours:
-            found += [
-                Leftover(inner.below(top), "left by an interrupted save", True)
-                for inner in _directories(path)
-                if TMP_SUFFIX in inner.name
-            ]
+            inside = filter(_is_temporary, _directories(path))
+            found += [Leftover(inner.below(top), interrupted, True) for inner in inside]
+        elif path.name.rsplit("_", maxsplit=1)[-1].isdecimal() and marks.is_rest(path):
+            found.append(Leftover(name, f"{interrupted} or deletion", True))
         elif path.name.rsplit("_", maxsplit=1)[-1].isdecimal():
-            if marks.is_rest(path):
-                found.append(Leftover(relative, "left by an interrupted save or deletion", True))
-                continue
-            found.append(Leftover(relative, "holds no step saved by AdaCheckHandler", False))
+            found.append(Leftover(name, "holds no step saved by AdaCheckHandler", False))
     why = "holds files that an interrupted compaction left"
     return found + [Leftover(each.below(top), why, False) for each in half_compacted(items)]
+
+
+def _is_temporary(path: Location) -> bool:
+    return TMP_SUFFIX in path.name
 
 
 def half_compacted(directories: Iterable[AnyPath]) -> list[Location]:

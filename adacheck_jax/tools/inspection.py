@@ -4,19 +4,13 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from adacheck_jax.format.manifest import (
-    BaseManifest,
-    Delta,
-    Encoding,
-    Update,
-)
+from adacheck_jax.format.manifest import BaseManifest, Delta, Encoding, Update
 from adacheck_jax.store.steps import folders
 from adacheck_jax.store.steps.lineage import Lineage
 from adacheck_jax.store.storage.location import AnyPath
 from adacheck_jax.tools.history.differences import roles_of
 from adacheck_jax.tools.listing import parent_of, recorded_with
-from adacheck_jax.tools.recorded import RecordedStep, RecordedSteps
-from adacheck_jax.tools.steps import undeleted
+from adacheck_jax.tools.steps import RecordedStep, RecordedSteps, undeleted
 
 
 @dataclass(frozen=True, slots=True)
@@ -103,8 +97,8 @@ def describe_step(root: AnyPath, number: int | None = None, item: str | None = N
     """
     recorded = RecordedSteps(root, item)
     step = recorded.find(number)
-    if step.number in recorded.damaged:
-        raise recorded.damaged[step.number]
+    if error := recorded.damaged.get(step.number):
+        raise error
     with undeleted(step.directory):
         return _described(step)
 

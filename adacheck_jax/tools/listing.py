@@ -13,8 +13,8 @@ from adacheck_jax.format.manifest import BaseManifest, DeltaManifest, Manifest
 from adacheck_jax.store.steps import folders, marks, roots
 from adacheck_jax.store.steps.roots import Step
 from adacheck_jax.store.storage.interface import Entry, Stamp
-from adacheck_jax.store.storage.location import AnyPath, at
-from adacheck_jax.tools.steps import no_steps, settled_steps
+from adacheck_jax.store.storage.location import AnyPath, Location, at
+from adacheck_jax.tools.steps import Root, Steps, kind_of, walked
 
 STOCK, FOREIGN = "stock", "foreign"
 
@@ -86,12 +86,8 @@ class RootSummary:
     stock_steps: tuple[int, ...] = ()
 
 
-def summarize_root(root: AnyPath, last: int | None = None) -> RootSummary:
-    """List the steps under a checkpoint root.
-
-    Args:
-        root: the directory given to the checkpoint manager.
-        last: number of the newest rows to return; None for all.
+def summarize_root(root: Root, last: int | None = None) -> RootSummary:
+    """List the steps under a checkpoint root, or so many of the last ones.
 
     Returns:
         Every step that :class:`~adacheck_jax.AdaCheckHandler` or stock Orbax saved, damaged ones
@@ -100,18 +96,22 @@ def summarize_root(root: AnyPath, last: int | None = None) -> RootSummary:
     Raises:
         InputError: the root is missing, is not a directory, or holds no step.
     """
-    steps = settled_steps(root)
-    others = _others(root, steps)
-    if not steps and not others:
-        raise no_steps(root)
-    rows = [_described(step, root) for step in steps] + others
+    steps = walked(root)
+    top = at(steps.root)
+    rows = [*(_row_of(step, top) for step in steps.saved), *_others(steps)]
+    if not rows:
+        raise steps.nothing()
     rows.sort(key=lambda row: (-1 if row.step is None else row.step, row.item))
-    damaged = sum(row.error is not None for row in rows)
-    total, sizes = _sizes(root, [row.item for row in rows])
+    total, sizes = _sizes(top, [row.item for row in rows])
     shown = rows if last is None else rows[max(len(rows) - last, 0) :]
-    shown = [_dated(replace(row, **sizes.get(row.item, {})), root) for row in shown]
-    stock_steps = tuple(row.step for row in rows if row.kind == STOCK and row.step is not None)
-    return RootSummary(str(root), total, len(rows), damaged, tuple(shown), stock_steps)
+    return RootSummary(
+        root=str(top),
+        disk_bytes=total,
+        step_count=len(rows),
+        damaged_count=sum(row.error is not None for row in rows),
+        steps=tuple(_dated(replace(row, **sizes.get(row.item, {})), top) for row in shown),
+        stock_steps=tuple(x.step for x in rows if x.kind == STOCK and x.step is not None),
+    )
 
 
 def saved_at(row: StepSummary) -> datetime | None:
@@ -119,29 +119,23 @@ def saved_at(row: StepSummary) -> datetime | None:
     return None if row.saved_at is None else datetime.fromisoformat(row.saved_at)
 
 
-def _described(step: Step, root: AnyPath) -> StepSummary:
-    manifest = step.manifest
-    row = StepSummary(
-        step=None if step.step < 0 else step.step,
-        item=at(step.directory).below(at(root)),
-        kind=kind_of(manifest) if manifest else None,
-        depth=None if step.lineage is None else step.lineage.delta_count,
-        error=None if step.error is None else " ".join(str(step.error).split()),
-    )
+def _row_of(step: Step, root: Location) -> StepSummary:
+    manifest, item = step.manifest, at(step.directory).below(root)
+    number = None if step.step < 0 else step.step
+    error = None if step.error is None else " ".join(str(step.error).split())
     if manifest is None:
-        return row
-    return replace(
-        row,
+        return StepSummary(number, item, None, error=error)
+    return StepSummary(
+        step=number,
+        item=item,
+        kind=kind_of(manifest),
         update_count=sum(manifest.counts) if manifest.counts else None,
         parent=parent_of(manifest),
+        depth=None if step.lineage is None else step.lineage.delta_count,
         recorded=recorded_with(manifest),
         checked=_checked(manifest),
+        error=error,
     )
-
-
-def kind_of(manifest: Manifest) -> str:
-    """``base`` or ``delta``."""
-    return "base" if isinstance(manifest, BaseManifest) else "delta"
 
 
 def parent_of(manifest: Manifest) -> int | None:
@@ -159,41 +153,37 @@ def recorded_with(manifest: Manifest) -> tuple[int, ...]:
 def _checked(manifest: Manifest) -> str | None:
     if isinstance(manifest, BaseManifest):
         return None
-    kinds = dict.fromkeys(delta.checked for delta in manifest.deltas)
-    return " + ".join(kind or "not checked" for kind in kinds)
+    kinds = dict.fromkeys(delta.checked or "not checked" for delta in manifest.deltas)
+    return " + ".join(kinds)
 
 
-def _others(root: AnyPath, steps: Sequence[Step]) -> list[StepSummary]:
+def _others(steps: Steps) -> list[StepSummary]:
     """Directories with a step's name in which none of our steps lies."""
-    ours = {at(step.directory).below(at(root)).partition("/")[0] for step in steps}
-    known = roots.stock_steps(root)
-    rows = [
-        StepSummary(number, at(path).below(at(root)), STOCK)
-        for number, paths in known.items()
-        for path in paths
-    ]
-    for name in at(root).folders():
+    root, stock = at(steps.root), steps.stock
+    rows = [StepSummary(n, at(x).below(root), STOCK) for n, paths in stock.items() for x in paths]
+    if not root.on_file_system:  # what else lies there may be a save that is under way
+        return rows
+    ours = {at(step.directory).below(root).partition("/")[0] for step in steps.saved}
+    for name in root.folders():
         number = roots.place_of(root / name, in_step=False).step
-        if number is None or name in ours or number in known or roots.TMP_SUFFIX in name:
-            continue
-        if at(root).on_file_system:  # in a store it may be a save that is under way
+        if not (number is None or name in ours or number in stock or roots.TMP_SUFFIX in name):
             rows.append(StepSummary(number, name, FOREIGN))
     return rows
 
 
-def _dated(row: StepSummary, root: AnyPath) -> StepSummary:
+def _dated(row: StepSummary, root: Location) -> StepSummary:
     when, metrics = note_of(root / row.item.partition("/")[0])
     text = None if when is None else when.isoformat(timespec="milliseconds")
     return replace(row, saved_at=text, metrics=metrics)
 
 
-def _sizes(root: AnyPath, items: Iterable[str]) -> tuple[int | None, dict[str, dict[str, int]]]:
+def _sizes(root: Location, items: Iterable[str]) -> tuple[int | None, dict[str, dict[str, int]]]:
     """Bytes of all files under a root, and sizes of each item, by its path relative to the root."""
-    if not at(root).on_file_system:
+    if not root.on_file_system:
         return None, {}
     every: dict[Stamp, int] = {}
     files: dict[str, list[tuple[str, Entry]]] = {item: [] for item in items}
-    for path, entry in at(root).described():
+    for path, entry in root.described():
         every[entry.stamp] = entry.size_bytes
         step, _, rest = path.partition("/")
         item = f"{step}/{rest.partition('/')[0]}"
@@ -228,7 +218,10 @@ def note_of(step_directory: AnyPath) -> tuple[datetime | None, dict[str, float]]
     if isinstance(nanoseconds, int) and 0 < nanoseconds < 1 << 62:
         saved_at = datetime.fromtimestamp(nanoseconds / 1e9, UTC)
     metrics = found.get("metrics") or _json(step_directory, _METRICS)
-    return saved_at, _numbers(metrics)
+    if not isinstance(metrics, dict):
+        return saved_at, {}
+    numbers = {k: v for k, v in metrics.items() if isinstance(v, int | float)}
+    return saved_at, {k: float(v) for k, v in numbers.items() if not isinstance(v, bool)}
 
 
 def _json(directory: AnyPath, name: str) -> dict[str, Any]:
@@ -237,13 +230,3 @@ def _json(directory: AnyPath, name: str) -> dict[str, Any]:
     except (OSError, ValueError):  # Orbax writes it for itself, and no step depends on it
         return {}
     return found if isinstance(found, dict) else {}
-
-
-def _numbers(found: Any) -> dict[str, float]:
-    if not isinstance(found, dict):
-        return {}
-    return {
-        name: float(value)
-        for name, value in found.items()
-        if isinstance(value, int | float) and not isinstance(value, bool)
-    }

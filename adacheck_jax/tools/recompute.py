@@ -69,12 +69,12 @@ class Reached:
             found += [(key, n) for n in range(count)]
         return found[: len(found) - lineage.left_out]
 
-    def at(self, lineage: Lineage) -> tuple[list[Any], set[int]]:
+    def at(self, lineage: Lineage) -> tuple[list[Any], set[int], set[int]]:
         """The leaves at the end of a lineage, from where the state is, or from the base.
 
         Returns:
-            The leaves, which are donated to the next call; and the indices of those that do not
-            have the bits that were saved.
+            The leaves, which are donated to the next call; and of those that do not have the bits
+            that were saved the indices: of wrong ones, and of ones that are right to rounding.
 
         Raises:
             AdaCheckError: the stored data is damaged or cannot be read.
@@ -82,7 +82,9 @@ class Reached:
         specs = lineage.base.leaves
         with wide_integers(specs[i].dtype for i in touched(lineage.base)):
             leaves = self._leaves_at(lineage)
-            return leaves, check.differing(leaves, lineage.end.fingerprints)
+            differing = check.differing(leaves, lineage.end.fingerprints)
+        bound = check.bound_to_mesh(lineage) if differing else frozenset()
+        return leaves, differing - bound, differing & bound
 
     def _leaves_at(self, lineage: Lineage) -> list[Any]:
         wanted = self.keys(lineage)
@@ -127,10 +129,11 @@ class Recomputation:
             return Replayed((failed,))
         end = lineage.manifest
         steps = [end.step] if isinstance(end, BaseManifest) else [x.step for x in end.deltas]
-        differing: set[int] = set()
+        wrong, rounded = set[int](), set[int]()
         try:
             for part in map(lineage.to, steps):
-                differing |= self._reached.at(part)[1]
+                _, more_wrong, more_rounded = self._reached.at(part)
+                wrong, rounded = wrong | more_wrong, rounded | more_rounded
         except StorageError as error:  # the step may be whole, so this is no damage
             return Replayed(problem=" ".join(str(error).split()))
         except AdaCheckError as error:
@@ -139,10 +142,10 @@ class Recomputation:
             if self._reached.keys(lineage) == keys:
                 self._failed[tuple(keys)] = found
             return Replayed((found,))
-        bound, where = check.bound_to_mesh(lineage), str(lineage.entries[-1].holder)
+        where = str(lineage.entries[-1].holder)
         return Replayed(
-            tuple(Damage(where, specs[i].path, RECOMPUTED) for i in sorted(differing - bound)),
-            tuple(specs[i].path for i in sorted(differing & bound)),
+            tuple(Damage(where, specs[i].path, RECOMPUTED) for i in sorted(wrong)),
+            tuple(specs[i].path for i in sorted(rounded - wrong)),
         )
 
 

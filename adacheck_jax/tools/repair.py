@@ -36,17 +36,6 @@ _METRICS = "metrics"
 
 
 @dataclass(frozen=True, slots=True)
-class Removal(ToldDirectory):
-    """One directory to remove.
-
-    Attributes:
-        identity: identity of the judged files; a directory with other files is not removed.
-    """
-
-    identity: str
-
-
-@dataclass(frozen=True, slots=True)
 class RepairReport:
     """The output of ``adacheck repair``.
 
@@ -62,7 +51,7 @@ class RepairReport:
 
     root: str
     is_dry_run: bool
-    removals: tuple[Removal, ...]
+    removals: tuple[ToldDirectory, ...]
     kept: tuple[ToldDirectory, ...]
     cleared: tuple[str, ...]
     step_count: int
@@ -79,12 +68,7 @@ def repair(
 ) -> RepairReport:
     """Remove steps that cannot be restored, and leftovers.
 
-    Args:
-        root: the directory given to the checkpoint manager.
-        read_data: True to look for damage in every stored byte, not in the structure alone.
-        dry_run: True to remove nothing.
-        force: True to go on although a manager may be saving.
-        progress: callback before each step is verified.
+    With ``force`` it goes on although a manager may be saving.
 
     Raises:
         InputError: there is no such root, Orbax cannot read it, or a manager may be saving into it.
@@ -94,12 +78,12 @@ def repair(
     _check_readable(root)
     if not (force or dry_run):
         _check_quiet(root, report.leftovers)
-    removals, kept = _plan(root, report.steps, report.leftovers)
+    plan, kept = _plan(root, report.steps, report.leftovers)
+    removals = [*plan]
     if not dry_run:
-        done = [each for each in removals if _is_removed(root, each)]
-        changed = [each.path for each in removals if each not in done]
+        removals = [each for each, judged in plan.items() if _is_removed(root / each.path, judged)]
+        changed = [each.path for each in plan if each not in removals]
         kept += [ToldDirectory(path, "it changed meanwhile") for path in changed]
-        removals = done
     gone = {each.path for each in removals}
     left = [x for x in report.steps if gone.isdisjoint((x.item, x.item.rpartition("/")[0]))]
     halves = audit.half_compacted(root / step.item for step in left)
@@ -151,7 +135,8 @@ def _check_quiet(root: Location, found: Iterable[Leftover]) -> None:
 
 def _plan(
     root: Location, steps: Sequence[StepReport], found: Sequence[Leftover]
-) -> tuple[list[Removal], list[ToldDirectory]]:
+) -> tuple[dict[ToldDirectory, str], list[ToldDirectory]]:
+    """The directories to remove, with identities of the judged files; and those that stay."""
     lost: dict[Location, str] = {}
     kept: list[ToldDirectory] = []
     for step in steps:
@@ -179,7 +164,8 @@ def _plan(
     why = "it is a symbolic link, which is not followed"
     kept += [ToldDirectory(each.path, why) for each in temporary if each not in plain]
     chosen = [*((root / each.path, each.why) for each in plain), *_widened(root, lost)]
-    return [Removal(x.below(root), why, identity.of_directory(x)) for x, why in chosen], kept
+    plan = {ToldDirectory(x.below(root), why): identity.of_directory(x) for x, why in chosen}
+    return plan, kept
 
 
 def _judge(root: Location, step: StepReport) -> tuple[bool, str]:
@@ -245,10 +231,9 @@ def _widened(root: Location, lost: dict[Location, str]) -> list[tuple[Location, 
     return [*chosen.items()]
 
 
-def _is_removed(root: Location, removal: Removal) -> bool:
+def _is_removed(path: Location, judged: str) -> bool:
     """Remove a directory; False if its files are not the judged ones any more, or it is gone."""
-    path = root / removal.path
-    if not _is_plain(path) or identity.of_directory(path) != removal.identity:
+    if not _is_plain(path) or identity.of_directory(path) != judged:
         return False
     if TMP_SUFFIX not in path.name:  # ended midway, no manager takes the rest for a step
         name = f"{path.name}{TMP_SUFFIX}-{uuid.uuid4().hex}"

@@ -48,7 +48,9 @@ def latest_restorable(
     for number, paths in sorted(steps.items(), reverse=True):
         try:
             for each in sorted(paths, key=str):
-                _verify(each, read_data, verifier)
+                _refuse_stock(each)
+                with undeleted(each):
+                    check(each, read_data=read_data, verifier=verifier)
         except StorageError:
             raise
         except StepDeletedError as error:
@@ -63,17 +65,9 @@ def latest_restorable(
     return None
 
 
-def _verify(path: AnyPath, read_data: bool, verifier: Verifier) -> None:
-    """Verify an item of a step.
-
-    Raises:
-        AdaCheckError: it does not verify, or stock Orbax saved it.
-        StepDeletedError: it was deleted meanwhile.
-    """
+def _refuse_stock(path: AnyPath) -> None:
     if roots.is_stock(path):
         raise IntegrityError(
             f"{path}: expected a step with fingerprints, found one that stock Orbax saved, "
             "which nothing can verify. To go on from it, restore it by its number."
         )
-    with undeleted(path):
-        check(path, read_data=read_data, verifier=verifier)

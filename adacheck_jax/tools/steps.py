@@ -1,16 +1,20 @@
-"""The walk of a checkpoint root: its steps, with what is known of each, once it stands still.
+"""The walk of a checkpoint root: its steps, with all that manifests tell of them, read once.
 
 A running manager may be changing the root; a step that is being deleted is none.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+import functools
+from collections.abc import Callable, Iterable
 from contextlib import AbstractContextManager
+from dataclasses import dataclass
 from typing import TypeVar
 
 from adacheck_jax.errors import AdaCheckError
+from adacheck_jax.format.manifest import BaseManifest, Manifest
 from adacheck_jax.store.steps import deletion, identity, roots
+from adacheck_jax.store.steps.lineage import Lineage
 from adacheck_jax.store.steps.manifest_file import DIRECTORY
 from adacheck_jax.store.steps.roots import Step
 from adacheck_jax.store.storage.location import AnyPath, at
@@ -28,38 +32,170 @@ class InputError(Exception):
     """The root, step or item that a caller names does not exist, or cannot be used now."""
 
 
-def steps_under(root: AnyPath, item: str | None = None) -> list[Step]:
-    """The steps under a root, of an item or of all, damaged ones included.
+class Steps:
+    """The steps under a root that have a directory of their own.
+
+    Attributes:
+        saved: the steps, damaged ones included, by ascending number; there may be none.
 
     Raises:
-        InputError: the root is missing, is not a directory, or holds no step of ours or of that
-            item.
+        InputError: the root is missing, or is not a directory.
     """
-    steps = settled_steps(root)
-    if not steps:
-        raise no_steps(root)
-    chosen = [step for step in steps if item in (None, step.directory.name)]
-    if not chosen:
-        names = ", ".join(sorted({step.directory.name for step in steps}))
-        raise InputError(f"{root}: expected an item {item!r}, found {names}. Give one of these.")
-    return chosen
+
+    def __init__(self, root: AnyPath) -> None:
+        self.root = root = root.absolute()  # Orbax takes no other
+        if not at(root).is_folder:
+            found = "a file" if at(root).exists else "nothing there"
+            raise InputError(
+                f"{root}: expected a checkpoint root, found {found}. Give the directory that the "
+                "checkpoint manager was given."
+            )
+        steps, gone = settled(
+            lambda: roots.steps_of(root), lambda found: [x.directory for x in found if x.error]
+        )
+        self.saved = [step for step in steps if step.directory not in gone]
+
+    @functools.cached_property
+    def stock(self) -> dict[int, list[AnyPath]]:
+        """Item directories of the steps that stock Orbax saved, by number."""
+        return roots.stock_steps(self.root)
+
+    def of(self, item: str | None = None) -> list[Step]:
+        """The steps of an item, or of all.
+
+        Raises:
+            InputError: there is none.
+        """
+        if not self.saved:
+            raise self.nothing()
+        chosen = [step for step in self.saved if item in (None, step.directory.name)]
+        if not chosen:
+            names = ", ".join(sorted({step.directory.name for step in self.saved}))
+            raise InputError(
+                f"{self.root}: expected an item {item!r}, found {names}. Give one of these."
+            )
+        return chosen
+
+    def nothing(self) -> InputError:
+        """Error for a root without steps, which says what it has instead."""
+        top, remedy = at(self.root), "Give the directory that holds the step directories."
+        names = sorted([*top.folders(), *(each.name for each in top.list(deep=False))])
+        if DIRECTORY in names:
+            remedy = f"This is one step's item directory; give {top.parent.parent}."
+        elif any(name.isdecimal() for name in names):
+            remedy = "Read steps that stock Orbax saved with ocp.StandardCheckpointer."
+        found = ", ".join(names[:5]) + (", ..." if len(names) > 5 else "")
+        return InputError(
+            f"{top}: expected steps saved by AdaCheckHandler, found {found or 'nothing'}. {remedy}"
+        )
+
+    def lacks(self, number: int, known: Iterable[int]) -> InputError:
+        """Error for a number that no step has, which says what has it or what is near it."""
+        if number in self.stock:
+            return InputError(
+                f"{self.root}: expected a step saved by AdaCheckHandler, found that stock Orbax "
+                f"saved step {number}: nothing can verify it. It is a plain checkpoint already; "
+                "copy its directory, or restore it with ocp.StandardCheckpointer."
+            )
+        near = sorted(sorted({*known}, key=lambda step: abs(step - number))[:6])
+        return InputError(
+            f"{self.root}: expected step {number}, found {', '.join(map(str, near))} near it. "
+            "Give one of these steps."
+        )
 
 
-def no_steps(root: AnyPath) -> InputError:
-    """Error for a root without steps, which says what it has instead."""
-    top, remedy = at(root), "Give the directory that holds the step directories."
-    names = sorted([*top.folders(), *(each.name for each in top.list(deep=False))])
-    if DIRECTORY in names:
-        remedy = f"This is one step's item directory; give {top.parent.parent}."
-    elif any(name.isdecimal() for name in names):
-        remedy = "Read steps that stock Orbax saved with ocp.StandardCheckpointer."
-    found = ", ".join(names[:5]) + (", ..." if len(names) > 5 else "")
-    return InputError(
-        f"{root}: expected steps saved by AdaCheckHandler, found {found or 'nothing'}. {remedy}"
-    )
+Root = AnyPath | Steps
+"""A root, or its steps where they were read already."""
 
 
-def numbered(numbers: Sequence[int], wanted: int | None, root: AnyPath) -> int:
+def walked(root: Root) -> Steps:
+    """The steps under a root."""
+    return root if isinstance(root, Steps) else Steps(root)
+
+
+@dataclass(frozen=True, slots=True)
+class RecordedStep:
+    """A step that can be restored, with or without a directory of its own.
+
+    Attributes:
+        number: its step number.
+        directory: item directory to restore it from.
+        lineage: base and deltas that end at it.
+        is_own: True if the directory is its own.
+    """
+
+    number: int
+    directory: AnyPath
+    lineage: Lineage
+    is_own: bool
+
+    @property
+    def kind(self) -> str:
+        """``base``, ``delta``, or ``deferred`` for a step that was saved with a later one."""
+        if not self.lineage.deltas:
+            return "base"
+        return "deferred" if self.lineage.left_out else "delta"
+
+    @property
+    def folder(self) -> AnyPath | None:
+        """The step's directory, with all its items; None if it has none of its own."""
+        if not self.is_own:
+            return None
+        return self.directory.parent if roots.place_of(self.directory).line[1] else self.directory
+
+
+class RecordedSteps:
+    """The recorded steps of a run: saved, deferred, or held by a later step's directory.
+
+    Attributes:
+        steps: the recorded steps, by ascending number.
+        damaged: the error of each step whose own directory cannot be restored, by number. A later
+            step's directory may hold it all the same.
+
+    Raises:
+        InputError: there is no step or no such item, or a step holds several items.
+    """
+
+    def __init__(self, root: Root, item: str | None = None) -> None:
+        self._saved = walked(root)
+        saved = self._saved.of(item)
+        named = {(step.step, step.directory.name) for step in saved if step.step >= 0}
+        if item is None and len({number for number, _ in named}) < len(named):
+            items = ", ".join(sorted({name for _, name in named}))
+            raise InputError(
+                f"{self._saved.root}: expected one item a step, found {items}. Name one with "
+                "--item."
+            )
+        self.damaged = {step.step: step.error for step in saved if step.error is not None}
+        own = dict[int, RecordedStep]()
+        for step in saved:
+            if step.lineage is None:
+                continue
+            if step.step in own and roots.misplaced(step.directory, step.lineage.manifest):
+                continue  # a copy under another number
+            own[step.step] = RecordedStep(step.step, step.directory, step.lineage, True)
+        # Of several steps that hold one the newest is deleted last.
+        holders = {number: each for each in own.values() for number in each.lineage.steps}
+        self.steps = {
+            number: own.get(number)
+            or RecordedStep(number, each.directory, each.lineage.to(number), False)
+            for number, each in sorted(holders.items())
+        }
+
+    def find(self, wanted: int | None) -> RecordedStep:
+        """The recorded step that a caller means.
+
+        Raises:
+            InputError: it is not recorded, or stock Orbax saved it.
+            AdaCheckError: it is damaged, and no later step's directory holds it.
+        """
+        number = numbered([*self.steps, *self.damaged], wanted, self._saved.root)
+        if number in self.steps:
+            return self.steps[number]
+        raise self.damaged.get(number) or self._saved.lacks(number, self.steps)
+
+
+def numbered(numbers: Iterable[int], wanted: int | None, root: AnyPath) -> int:
     """The step number that a caller means.
 
     Raises:
@@ -74,22 +210,9 @@ def numbered(numbers: Sequence[int], wanted: int | None, root: AnyPath) -> int:
     return known[wanted]
 
 
-def settled_steps(root: AnyPath) -> list[Step]:
-    """The steps under a root, which may be none, without those that are being deleted.
-
-    Raises:
-        InputError: the root is missing, or is not a directory.
-    """
-    if not at(root).is_folder:
-        found = "a file" if at(root).exists else "nothing there"
-        raise InputError(
-            f"{root}: expected a checkpoint root, found {found}. Give the directory that the "
-            "checkpoint manager was given."
-        )
-    steps, gone = settled(
-        lambda: roots.steps_of(root), lambda found: [each.directory for each in found if each.error]
-    )
-    return [step for step in steps if step.directory not in gone]
+def kind_of(manifest: Manifest) -> str:
+    """``base`` or ``delta``."""
+    return "base" if isinstance(manifest, BaseManifest) else "delta"
 
 
 def settled(

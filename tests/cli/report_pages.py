@@ -8,8 +8,7 @@ from typing import Any
 
 from adacheck_jax.tools.history.log import StepLog
 from adacheck_jax.tools.listing import RootSummary, StepSummary
-from adacheck_jax.tools.report.gather import Report
-from adacheck_jax.tools.report.statistics import LeafStatistics, Statistics
+from adacheck_jax.tools.report.gather import LeafReport, Report
 
 BEGIN = datetime(2026, 3, 1, tzinfo=UTC)
 SIZE = 1 << 20
@@ -24,18 +23,14 @@ def many_steps(count: int = 10_000, leaf_count: int = 300) -> Report:
         rows,
         root="/checkpoints/large",
         damage={row.item: row.error for row in rows if row.error},
-        statistics=_statistics(names),
+        redundancy={"stored in bases": SIZE, "stored in deltas": 3 * SIZE, "replayed": 6 * SIZE},
+        leaves=tuple(_leaf(name, k, count) for k, name in enumerate(names)),
         state_bytes=200 * SIZE,
         kept=tuple(range(count)),
         held={n: n + 2 for n in range(count) if _is_deferred(n)},
         checked={"full": count},
         logs=logs,
         norms_note="Norms of some steps.",
-        changed=dict.fromkeys(names, count - 1),
-        changes={
-            name: tuple(1e-3 * (1.1 + math.sin(n / 900 + k)) if n else None for n in range(count))
-            for k, name in enumerate(names)
-        },
     )
 
 
@@ -53,11 +48,9 @@ def small(
     return Report("2026-03-02T00:00:00+00:00", summary, None, **{"damage": damage, **facts})
 
 
-def _statistics(names: list[str]) -> Statistics:
-    return Statistics(
-        redundancy={"stored in bases": SIZE, "stored in deltas": 3 * SIZE, "replayed": 6 * SIZE},
-        leaves=tuple(LeafStatistics(name, SIZE, SIZE, 0) for name in names),
-    )
+def _leaf(name: str, k: int, count: int) -> LeafReport:
+    changes = (1e-3 * (1.1 + math.sin(n / 900 + k)) if n else None for n in range(count))
+    return LeafReport(name, SIZE, SIZE, 0, count - 1, tuple(changes))
 
 
 def _is_deferred(n: int) -> bool:

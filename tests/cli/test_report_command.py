@@ -16,9 +16,8 @@ from typer.testing import CliRunner
 
 from adacheck_jax.cli.main import app
 from adacheck_jax.tools.listing import StepSummary
-from adacheck_jax.tools.report.gather import Report
+from adacheck_jax.tools.report.gather import LeafReport, Report
 from adacheck_jax.tools.report.page import page_of
-from adacheck_jax.tools.report.statistics import LeafStatistics
 from tests.cli.report_pages import many_steps, small
 from tests.data.make_golden import unpack
 
@@ -138,8 +137,7 @@ def test_a_missing_package_is_an_error_that_names_the_extra(run, tmp_path, monke
         if name.startswith((f"{package}.", "adacheck_jax.tools.report.")):
             monkeypatch.delitem(sys.modules, name)
     monkeypatch.setitem(sys.modules, package, None)
-    for name in ("page", "charts"):
-        monkeypatch.delattr(f"adacheck_jax.tools.report.{name}", raising=False)
+    monkeypatch.delattr("adacheck_jax.tools.report.page", raising=False)
     done = report(run, "-o", tmp_path / "report.html")
     assert done.exit_code == 2
     assert "pip install 'adacheck-jax[report]'" in done.output
@@ -149,13 +147,8 @@ def test_a_missing_package_is_an_error_that_names_the_extra(run, tmp_path, monke
 def test_no_name_breaks_out_of_the_page():
     def page(name):
         row = StepSummary(0, name, "base", metrics={name: 1.0}, error=name)
-        statistics = dataclasses.replace(
-            many_steps(2, 1).statistics,
-            leaves=(LeafStatistics(name, 8, 8, 8),),
-            redundancy={name: 10},
-        )
-        report = small((row,), f"/{name}", norms_note=name, statistics=statistics, kept=(0,))
-        return page_of(report)
+        facts = {"leaves": (LeafReport(name, 8, 8, 8),), "redundancy": {name: 10}, "kept": (0,)}
+        return page_of(small((row,), f"/{name}", norms_note=name, **facts))
 
     hostile, plain = Page(page(HOSTILE)), Page(page("w"))
     assert hostile.tags == plain.tags

@@ -21,8 +21,8 @@ from adacheck_jax.schedule.waste import Schedule
 from adacheck_jax.store.steps import lookup, roots
 from adacheck_jax.tools import audit, inspection
 from adacheck_jax.tools.handover import copying
-from adacheck_jax.tools.recorded import RecordedSteps
-from adacheck_jax.tools.report.statistics import statistics_of
+from adacheck_jax.tools.report.gather import tally_of
+from adacheck_jax.tools.steps import RecordedSteps
 from tests import support
 from tests.save.loop import assert_all_restorable, deltas_of, kinds
 from tests.support import (
@@ -207,8 +207,8 @@ def test_steps_of_several_meshes_are_compacted_compared_and_copied(tmp_path):
     saved = trained(root, [(2, 4), (4, 2)])
     assert {len(_leaf(root, n, "fixed").owners) for n in range(1, 7)} == {8}
     assert _leaf(root, 3, "fixed").cuts != _leaf(root, 4, "fixed").cuts
-    found = statistics_of(step.lineage for step in RecordedSteps(root).steps.values())
-    assert sum(found.redundancy.values()) == 6 * inspected(root, 6)
+    found = tally_of(step.lineage for step in RecordedSteps(root).steps.values())
+    assert sum(found.values()) == 6 * inspected(root, 6)
     copying.copy(root, tmp_path / "copy")
     for number in (5, 2):
         support.compact(root, number)

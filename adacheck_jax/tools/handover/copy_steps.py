@@ -9,9 +9,15 @@ from __future__ import annotations
 
 import contextlib
 import errno
+import hashlib
+import os
+import shutil
 from collections.abc import Iterable, Mapping
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
+from pathlib import Path
+
+import xxhash
 
 from adacheck_jax.errors import (
     AdaCheckError,
@@ -28,13 +34,6 @@ from adacheck_jax.store.steps.lineage import Lineage
 from adacheck_jax.store.steps.roots import PROBE_PREFIX, TMP_SUFFIX
 from adacheck_jax.store.storage.interface import Entry, NotPlainError, Stamp
 from adacheck_jax.store.storage.location import Location, at
-from adacheck_jax.tools.handover.copy_files import (
-    copy_file,
-    digest,
-    files_of,
-    folders_of,
-    make_folders,
-)
 from adacheck_jax.tools.steps import undeleted
 
 COPIED, THERE, REFUSED, DELETED = "copied", "there", "refused", "deleted meanwhile"
@@ -68,21 +67,13 @@ class CopiedStep:
     written_bytes: int = 0
 
 
-@dataclass(frozen=True, slots=True)
 class _Original:
-    """A step directory to copy, as it was found.
+    """A step directory to copy, as it was found: its files, and manifests, by paths below it."""
 
-    Attributes:
-        place: the directory.
-        lineages: lineages of its deltas.
-        files: its files, by their paths below it.
-        manifests: manifests of its items, likewise.
-    """
-
-    place: Location
-    lineages: Lineages
-    files: Mapping[str, Entry]
-    manifests: Mapping[str, bytes]
+    def __init__(self, place: Location, lineages: Lineages) -> None:
+        place.check_plain()
+        self.place, self.lineages, self.files = place, lineages, _files_of(place)
+        self.manifests = _manifests_of(place, self.files)
 
     def check_unchanged(self) -> None:
         """Refuse what was copied of a step that is another one by now.
@@ -90,9 +81,9 @@ class _Original:
         Raises:
             IntegrityError: it has other files, or other manifests.
         """
-        found = files_of(self.place)
-        stamps = [{path: x.stamp for path, x in files.items()} for files in (found, self.files)]
-        if stamps[0] != stamps[1] or _manifests_of(self.place, found) != self.manifests:
+        found = _Original(self.place, self.lineages)
+        stamps = [{path: x.stamp for path, x in each.files.items()} for each in (found, self)]
+        if stamps[0] != stamps[1] or found.manifests != self.manifests:
             raise IntegrityError(_CHANGED)
 
 
@@ -117,47 +108,40 @@ class Copier:
         self._known: list[Lineage] = []
         """Lineages in the copy that were looked at last."""
         if destination.on_file_system:
-            make_folders(destination)
+            os.makedirs(destination.key, exist_ok=True)
 
-    def copied(self, row: CopiedStep, lineages: Lineages) -> CopiedStep:
+    def copied(self, name: str, lineages: Lineages) -> CopiedStep:
         """Copies one step, if nothing speaks against it.
 
         Args:
-            row: the step.
+            name: name of its directory.
             lineages: those of its deltas.
 
         Raises:
             OSError: a store does not answer any more.
         """
-        source, target = self._root / row.name, self._destination / row.name
-        turn = self._destination / f"{PROBE_PREFIX}{row.name}.copy{TMP_SUFFIX}"
+        source, target = self._root / name, self._destination / name
+        turn = self._destination / f"{PROBE_PREFIX}{name}.copy{TMP_SUFFIX}"
         try:
             with undeleted(source), turn.lock():
-                source.check_plain()
-                files = files_of(source)
-                manifests = _manifests_of(source, files)
-                if self._has(target, manifests):
-                    self._likely |= _linked(files, target)
-                    return replace(row, result=THERE)
-                if not manifests:
+                step = _Original(source, lineages)
+                is_whole = target.on_file_system or (target / marks.COMMIT_MARK).exists
+                if not step.manifests:
                     raise FileNotFoundError(errno.ENOENT, "no manifest", str(source))
+                if is_whole and step.manifests == _manifests_of(target, step.manifests):
+                    self._likely |= _linked(step.files, target)
+                    return CopiedStep(name, THERE)
                 copy = self._to_disk if target.on_file_system else self._to_store
-                written_bytes = copy(_Original(source, lineages, files, manifests), target)
-                return replace(row, result=COPIED, written_bytes=written_bytes)
+                return CopiedStep(name, COPIED, written_bytes=copy(step, target))
         except StepDeletedError:
-            return replace(row, result=DELETED)
+            return CopiedStep(name, DELETED)
         except FileNotFoundError:
-            return replace(row, result=REFUSED, why=_CHANGED)
+            return CopiedStep(name, REFUSED, _CHANGED)
         except (AdaCheckError, OSError) as error:
             # An answer of a store, or none: the other steps would wait for it, too.
             if isinstance(error, OSError) and error.errno == errno.EREMOTEIO:
                 raise
-            return replace(row, result=REFUSED, why=" ".join(str(error).split()))
-
-    def _has(self, target: Location, manifests: Mapping[str, bytes]) -> bool:
-        """True if the copy's step has the manifests of the original."""
-        is_whole = target.on_file_system or (target / marks.COMMIT_MARK).exists
-        return is_whole and bool(manifests) and manifests == _manifests_of(target, manifests)
+            return CopiedStep(name, REFUSED, " ".join(str(error).split()))
 
     def _to_disk(self, step: _Original, target: Location) -> int:
         if target.exists:
@@ -165,7 +149,7 @@ class Copier:
         work = target.with_name(f"{target.name}{TMP_SUFFIX}-copy")
         work.delete()  # what a killed copy left
         try:
-            make_folders(work, folders_of(step.place, step.files))
+            _make_folders(work, step)
             written_bytes = self._fill(step.place, work, step.files)
             for item, lineage in () if self._root.on_file_system else step.lineages.items():
                 self._link(work, item, lineage)
@@ -200,7 +184,7 @@ class Copier:
     def _copy_of(self, file: Location, stamp: Stamp) -> Location | None:
         """A copy, in its place, of a file that has several links."""
         likely = self._likely.pop(stamp, None)
-        if likely and likely.exists and digest(likely) == digest(file):
+        if likely and likely.exists and _digest(likely) == _digest(file):
             self._copies.setdefault(stamp, likely)
         return self._copies.get(stamp)
 
@@ -217,7 +201,7 @@ class Copier:
             raise LineageError(_NO_LINKS)
 
     def _to_store(self, step: _Original, target: Location) -> int:
-        there = files_of(target).keys()
+        there = _files_of(target).keys()
         parents, left_out = self._left_out(step.lineages, step.files, there)
         wanted = [path for path in step.files if not path.startswith(left_out)]
         made = _missing_marks(wanted, step.manifests)
@@ -232,7 +216,7 @@ class Copier:
                 return len(text)
             if path not in there:
                 return copy_file(step.place / path, target / path)
-            if digest(target / path) != digest(step.place / path):
+            if _digest(target / path) != _digest(step.place / path):
                 raise StorageError(_HALF)
             return 0
 
@@ -284,6 +268,70 @@ class Copier:
             return None
         self._known = [found, *self._known[: _REMEMBERED - 1]]
         return found if found.manifest.saved_checksum == delta.parent.checksum else None
+
+
+def copy_file(source: Location, target: Location) -> int:
+    """Copies a file, makes it durable, and reads it back.
+
+    Args:
+        source: the file.
+        target: its place: on a file system in a directory that exists, in a store without a value.
+
+    Returns:
+        Length in bytes.
+
+    Raises:
+        IntegrityError: what is read back is not what was copied.
+    """
+    if source.on_file_system and target.on_file_system:
+        shutil.copy2(source.key, target.key)
+        expected = _digest(source)
+    else:
+        data = source.read()
+        expected = len(data), xxhash.xxh3_128_hexdigest(data)
+        if target.on_file_system:
+            Path(target.key).write_bytes(data)
+        else:
+            target.write(data, if_absent=True)  # a value of somebody else's stays
+        del data  # before it is read back: they are large, and several at a time
+    if target.on_file_system:
+        with open(target.key, "r+b") as written:
+            os.fsync(written.fileno())
+            if hasattr(os, "posix_fadvise"):  # so that the disk is read, not the page cache
+                os.posix_fadvise(written.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
+    if _digest(target) != expected:
+        raise IntegrityError(
+            f"{target}: expected the bytes of {source}, found others. Look after the disk, and "
+            "copy again."
+        )
+    return expected[0]
+
+
+def _digest(file: Location) -> tuple[int, str]:
+    """Length of a file in bytes, and the digest of these."""
+    if not file.on_file_system:
+        data = file.read()
+        return len(data), xxhash.xxh3_128_hexdigest(data)
+    with open(file.key, "rb") as opened:
+        found = hashlib.file_digest(opened, xxhash.xxh3_128).hexdigest()
+        return opened.tell(), found
+
+
+def _files_of(folder: Location) -> dict[str, Entry]:
+    """Files below a folder by their paths, in order; a store tells nothing but the paths."""
+    if folder.on_file_system:
+        return dict(sorted(folder.described()))
+    return {path: Entry(()) for path in sorted(each.below(folder) for each in folder.list())}
+
+
+def _make_folders(work: Location, step: _Original) -> None:
+    """Makes the folders of a step on a file system, from a file system the empty ones, too."""
+    found = {path.rpartition("/")[0] for path in step.files}
+    if step.place.on_file_system:
+        top = step.place.key
+        found |= {each.removeprefix(top).lstrip("/") for each, *_ in os.walk(top)}
+    for each in {"", *found}:
+        os.makedirs(f"{work.key}/{each}", exist_ok=True)
 
 
 def _manifests_of(step: Location, paths: Iterable[str]) -> dict[str, bytes]:

@@ -6,10 +6,11 @@ read back and compared, and a step exists whole or not at all.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 
 from adacheck_jax.store.steps import deletion, marks, roots
-from adacheck_jax.store.steps.lineage import Lineage
+from adacheck_jax.store.steps.roots import Step
 from adacheck_jax.store.storage.location import AnyPath, Location, at, located
 from adacheck_jax.tools.handover.copy_steps import (
     COPIED,
@@ -18,9 +19,8 @@ from adacheck_jax.tools.handover.copy_steps import (
     THERE,
     CopiedStep,
     Copier,
-    Lineages,
 )
-from adacheck_jax.tools.steps import InputError, Progress, quiet, steps_under
+from adacheck_jax.tools.steps import InputError, Progress, Steps, quiet
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,12 +48,8 @@ def copy(source: AnyPath, target: AnyPath, progress: Progress = quiet) -> CopyRe
     On a file system hard links stay hard links. In an object store, which has none, a delta refers
     to the steps that it builds on, and back on a file system it gets links to them. A step that is
     refused, or cannot be copied, is told in its row, and the others are copied. Steps that an
-    earlier call copied stay, so that a copy that was killed goes on with the step that it was at.
-
-    Args:
-        source: the root.
-        target: the other root; it may exist and hold other steps.
-        progress: callback before each step.
+    earlier call copied stay, so that a copy that was killed goes on with the step that it was at;
+    so do other steps at the target.
 
     Raises:
         InputError: there is no such root, or the target lies in it, or it in the target.
@@ -65,22 +61,18 @@ def copy(source: AnyPath, target: AnyPath, progress: Progress = quiet) -> CopyRe
             f"{root}: expected a checkpoint root, found one step of one. Give {root.parent}; on a "
             "disk cp -a copies a step, with its hard links; adacheck export writes any step."
         )
-    planned, lineages = _planned(root)
+    every, found = Steps(root), dict[str, list[Step]]()
+    for step in every.of():
+        found.setdefault(_name_of(root, step.directory), []).append(step)
+    found |= {_name_of(root, places[0]): [] for places in every.stock.values()}
     _check_destination(destination, root)
     is_new = not destination.exists
     copier, rows = Copier(root, destination), dict[str, CopiedStep]()
-    for n, each in enumerate(planned):
-        progress(n, len(planned), f"copying {each.name}")
-        own = lineages.get(each.name, {})
-        needs = sorted(_needs(root, own) - {each.name})
-        lost = next((name for name in needs if rows[name].result not in (COPIED, THERE)), None)
-        if each.result:
-            rows[each.name] = each
-        elif lost is not None:
-            why = f"it builds on {lost}, which was not copied"
-            rows[each.name] = replace(each, result=REFUSED, why=why)
-        else:
-            rows[each.name] = copier.copied(each, own)
+    for n, (name, steps) in enumerate(sorted(found.items(), key=lambda x: _number(root, x[0]))):
+        progress(n, len(found), f"copying {name}")
+        items = {at(x.directory).below(root): x.lineage for x in steps}
+        deltas = {item: each for item, each in items.items() if each and each.deltas}
+        rows[name] = _refused(root, name, steps, rows) or copier.copied(name, deltas)
     if is_new and destination.on_file_system and not destination.folders():
         destination.delete()
     top = root.listed()
@@ -94,36 +86,28 @@ def copy(source: AnyPath, target: AnyPath, progress: Progress = quiet) -> CopyRe
     )
 
 
-def _planned(root: Location) -> tuple[list[CopiedStep], dict[str, dict[str, Lineage]]]:
-    """Plans a copy of the step directories under a root.
-
-    Returns:
-        Step directories in the order of their numbers, the result of one that can be copied empty;
-        and the lineages of the deltas in each.
-    """
-    rows: dict[str, CopiedStep] = {}
-    lineages: dict[str, dict[str, Lineage]] = {}
-    for step in steps_under(root):
-        item = at(step.directory).below(root)
-        name = item.partition("/")[0]
-        rows.setdefault(name, CopiedStep(name, ""))
-        if step.error is not None:
-            rows[name] = CopiedStep(name, REFUSED, " ".join(str(step.error).split()))
-            if not root.on_file_system and deletion.is_deleted(root / name):  # the view is older
-                rows[name] = CopiedStep(name, DELETED)
-        elif step.lineage is not None and step.lineage.deltas:
-            lineages.setdefault(name, {})[item] = step.lineage
-    for places in roots.stock_steps(root).values():
-        name = _name_of(root, places[0])
+def _refused(
+    root: Location, name: str, steps: Sequence[Step], rows: Mapping[str, CopiedStep]
+) -> CopiedStep | None:
+    """The row of a step directory that cannot be copied; None of one that can."""
+    if not steps:
         why = "stock Orbax saved it: cp -r copies it, or a tool of the bucket"
-        rows[name] = CopiedStep(name, REFUSED, why)
-    numbers = {name: roots.place_of(root / name, in_step=False).step or 0 for name in rows}
-    return sorted(rows.values(), key=lambda row: (numbers[row.name], row.name)), lineages
+        return CopiedStep(name, REFUSED, why)
+    if error := next((step.error for step in steps if step.error), None):
+        if not root.on_file_system and deletion.is_deleted(root / name):  # the view is older
+            return CopiedStep(name, DELETED)
+        return CopiedStep(name, REFUSED, " ".join(str(error).split()))
+    lineages = [step.lineage for step in steps if step.lineage]
+    needs = {_name_of(root, each.holder) for lineage in lineages for each in lineage.entries}
+    for other in sorted(needs - {name}):
+        if rows[other].result not in (COPIED, THERE):
+            return CopiedStep(name, REFUSED, f"it builds on {other}, which was not copied")
+    return None
 
 
-def _needs(root: Location, own: Lineages) -> set[str]:
-    """Names of the step directories whose files some deltas are restored from."""
-    return {_name_of(root, each.holder) for lineage in own.values() for each in lineage.entries}
+def _number(root: Location, name: str) -> tuple[int, str]:
+    """Number and name of a step directory, by which steps are copied in order."""
+    return roots.place_of(root / name, in_step=False).step or 0, name
 
 
 def _name_of(root: Location, item: AnyPath) -> str:

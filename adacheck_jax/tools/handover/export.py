@@ -5,6 +5,9 @@ What was written is read back, and compared with the fingerprints taken when the
 
 from __future__ import annotations
 
+import contextlib
+import os
+import shutil
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -16,8 +19,8 @@ from adacheck_jax.device import trees
 from adacheck_jax.errors import IntegrityError
 from adacheck_jax.format.byte_loops import fingerprint_of
 from adacheck_jax.publish.root import VERSIONS
-from adacheck_jax.store.storage.location import AnyPath, at, located
-from adacheck_jax.tools.handover import destination, formats, sources
+from adacheck_jax.store.storage.location import AnyPath, Location, at, located
+from adacheck_jax.tools.handover import formats, sources
 from adacheck_jax.tools.handover.formats import ExportedLeaf, Format
 from adacheck_jax.tools.handover.sources import Source
 from adacheck_jax.tools.steps import InputError
@@ -69,14 +72,7 @@ def export(
 ) -> ExportReport:
     """Write one recorded step, or published version, in another format, read it back and compare.
 
-    Args:
-        root: the directory given to the checkpoint manager, or the root of published weights.
-        number: number of the step, saved or deferred, or of the version; None for the newest;
-            below zero a place counted from it.
-        target: path of the export, where nothing is yet.
-        wanted: the format.
-        params_only: False to export every leaf of a step.
-        item: name of the item directory, needed if a step holds several.
+    Nothing may lie at the target yet; the root may be one of published weights.
 
     Raises:
         InputError: there is no such step, or nothing can be written there.
@@ -85,18 +81,21 @@ def export(
             nothing is left at the destination.
     """
     root = located(root)
-    path = destination.checked(target, root)
+    path = free_place(target, root)
     if wanted is Format.SAFETENSORS:
         formats.check_safetensors()
     if (at(root) / VERSIONS).is_folder:
         opened = sources.version_source(root, number)
     else:
         opened = sources.step_source(root, number, item)
-    with destination.temporary(path) as made:
+    with written_beside(path) as made:
         with opened as source:
             indices = source.params if params_only else range(len(source.leaves))
             if not indices:
-                raise _no_params(at(root) / source.item)
+                raise InputError(
+                    f"{at(root) / source.item}: expected params, found a step without a Recorder "
+                    "and no leaf under params. Export all leaves with --all."
+                )
             leaves = formats.planned(source.leaves, indices, wanted)
             _write(made, source, leaves, wanted)
         _compare(_read_back(made, leaves, wanted), source.fingerprints, leaves, path)
@@ -115,13 +114,6 @@ def export(
         leaf_bytes=sum(each.leaf.nbytes for each in leaves),
         empty=tuple(source.leaves[i].path for i in indices if i not in kept),
         files=files,
-    )
-
-
-def _no_params(where: AnyPath) -> InputError:
-    return InputError(
-        f"{where}: expected params, found a step without a Recorder and no leaf under params. "
-        "Export all leaves with --all."
     )
 
 
@@ -180,3 +172,63 @@ def _compare(
 def _files_of(made: Path) -> dict[str, int]:
     files = sorted(at(made).list(), key=str)
     return {each.below(at(made)): each.stat().size_bytes for each in files}
+
+
+def free_place(text: str, root: AnyPath | None) -> Path:
+    """The destination that a user names, if something can be written there.
+
+    Raises:
+        InputError: it exists, lies under the root, has no parent, or is a URL.
+    """
+    if "://" in text:
+        raise InputError(
+            f"{text}: expected a local path, found a URL. Export to a local path, and copy that."
+        )
+    path = Path(str(located(os.path.abspath(text))))
+    if os.path.lexists(path):
+        raise InputError(f"{path}: expected nothing there, found something. Give another path.")
+    if not path.parent.is_dir():
+        raise InputError(f"{path.parent}: expected a directory, found none. Make it first.")
+    if root is not None and not isinstance(root, Location):
+        place, top = path.parent.resolve() / path.name, root.resolve()
+        if place == top or top in place.parents:
+            raise InputError(
+                f"{path}: expected a place outside of the checkpoint root {root}, where a manager "
+                "would take it for a step, found one in it. Give another path."
+            )
+    return path
+
+
+@contextlib.contextmanager
+def written_beside(path: Path) -> Iterator[Path]:
+    """A path beside a destination to write to; it becomes the destination if nothing fails.
+
+    Waits for another process that writes the same destination. What a killed one left is removed.
+
+    Yields:
+        A path of the same name in a directory of its own, which a failure takes with it.
+
+    Raises:
+        InputError: there is something at the destination when its turn comes, or at the end.
+    """
+    work = path.with_name(f".{path.name}.adacheck-export")
+    with at(path.with_name(f"{work.name}-lock")).lock():
+        _refuse_taken(path)
+        if work.exists():  # of a process that is gone, since the lock is held
+            shutil.rmtree(work)
+        work.mkdir(mode=0o700)
+        try:
+            made = work / path.name
+            yield made
+            at(made).sync(*at(made).list(), deep=True)
+            # Last: only a whole export has the name that was asked for.
+            _refuse_taken(path)
+            made.rename(path)
+            at(path.parent).sync()
+        finally:
+            shutil.rmtree(work, ignore_errors=True)
+
+
+def _refuse_taken(path: Path) -> None:
+    if os.path.lexists(path):
+        raise InputError(f"{path}: expected nothing there, found that something was put there.")

@@ -33,8 +33,7 @@ from adacheck_jax.store import volume_reader
 from adacheck_jax.store.storage.location import AnyPath, at
 from adacheck_jax.tools.history.differences import params_of
 from adacheck_jax.tools.recompute import wide_integers
-from adacheck_jax.tools.recorded import RecordedStep, RecordedSteps
-from adacheck_jax.tools.steps import numbered, undeleted
+from adacheck_jax.tools.steps import RecordedStep, RecordedSteps, numbered, undeleted
 
 
 @dataclass(frozen=True, slots=True)

@@ -12,10 +12,10 @@ from adacheck_jax.layout.plan import Plan
 from adacheck_jax.layout.rules import Rule
 from adacheck_jax.store.storage.location import AnyPath
 from adacheck_jax.tools import verification
-from adacheck_jax.tools.handover import destination, sources
+from adacheck_jax.tools.handover import sources
+from adacheck_jax.tools.handover.export import free_place, written_beside
 from adacheck_jax.tools.recompute import wide_integers
-from adacheck_jax.tools.recorded import RecordedSteps
-from adacheck_jax.tools.steps import undeleted
+from adacheck_jax.tools.steps import RecordedSteps, undeleted
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,26 +60,18 @@ def transform(
 ) -> TransformReport:
     """Restore a recorded step, give it another layout, and save it as a base in a new root.
 
-    Args:
-        root: the directory given to the checkpoint manager.
-        target: path of the new root.
-        rules: the rules.
-        number: step number; None for the newest; below zero a place counted from it.
-        item: name of the item directory, needed if a step holds several.
-        dry_run: True to plan alone.
-
     Raises:
         InputError: there is no such root, step or item, or something is at the target.
         MismatchError: a rule does not fit the leaves, or loses bits and does not say so.
         AdaCheckError: the step is damaged.
     """
-    path = destination.checked(target, root)
+    path = free_place(target, root)
     found = RecordedSteps(root, item).find(number)
     base = found.lineage.base
     plan = relayout.planned(rules, base)
     if not dry_run:
         dtypes = (kind.dtype for kind in plan.kinds)
-        with wide_integers(dtypes), destination.temporary(path) as new:
+        with wide_integers(dtypes), written_beside(path) as new:
             with undeleted(found.directory):
                 state = sources.restored(found, StockCheckpoints(), rules).state
             name = found.directory.name

@@ -59,12 +59,12 @@ def bisect(
     oldest = walk.steps[0] if first is None else first
     newest = walk.steps[-1] if last is None else last
     steps = [step for step in walk.steps if oldest <= step <= newest]
-    tried, rounded = dict[int, str | None](), dict[str, None]()
     if not steps:
         raise InputError(
             f"{walk.root}: expected recorded steps from {first} to {last}, found none. The oldest "
             f"is {walk.steps[0]}, the newest {walk.steps[-1]}."
         )
+    tried, rounded = dict[int, str | None](), dict[str, None]()
     most = 2 + max(len(steps) - 2, 0).bit_length()
 
     def holds(index: int) -> bool:
@@ -74,18 +74,19 @@ def bisect(
         tried[state.step] = predicate(state)
         return tried[state.step] is not None
 
-    def result(index: int | None) -> Bisection:
-        step = None if index is None else steps[index]
-        says = None if step is None else tried[step]
-        before = steps[index - 1] if index else None
-        counts = (len(steps), walk.restored_count)
-        return Bisection(str(walk.root), step, before, says, *counts, tried, (*rounded,))
-
-    if not holds(len(steps) - 1):
-        return result(None)
-    if len(steps) == 1 or holds(0):
-        return result(0)
-    return result(bisect_left(range(len(steps)), True, 1, len(steps) - 1, key=holds))
+    end, index = len(steps) - 1, None
+    if holds(end):
+        index = 0 if not end or holds(0) else bisect_left(range(end), True, 1, end, key=holds)
+    return Bisection(
+        root=str(walk.root),
+        step=None if index is None else steps[index],
+        before=steps[index - 1] if index else None,
+        says=None if index is None else tried[steps[index]],
+        searched_count=len(steps),
+        restored_count=walk.restored_count,
+        tried=tried,
+        rounded=(*rounded,),
+    )
 
 
 def not_finite(state: State) -> str | None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from adacheck_jax.tools.history.differences import LeafDifference, difference, roles_of
@@ -52,32 +52,44 @@ def compare_steps(before: Walk, old: int, after: Walk, new: int) -> StepComparis
         InputError: this machine cannot replay one of them.
         AdaCheckError: one of them is damaged.
     """
-    kinds = [_kinds(before, old), _kinds(after, new)]
-    common = [path for path, kind in kinds[0].items() if kinds[1].get(path) == kind]
-    digests = [before.fingerprints(old), after.fingerprints(new)]
+    kinds, others = (
+        {leaf.path: leaf.description for leaf in walk.lineage(step).base.leaves}
+        for walk, step in ((before, old), (after, new))
+    )
+    common = [path for path, kind in kinds.items() if others.get(path) == kind]
+    digests = before.fingerprints(old), after.fingerprints(new)
+    unequal = [path for path in common if digests[0][path] != digests[1][path]]
     found: list[LeafDifference] = []
     rounded: tuple[str, ...] = ()
-    unequal = [path for path in common if digests[0][path] != digests[1][path]]
     if unequal:
         a, b = before.at(old), after.at(new)
         found, rounded = _differences(a, b, common), tuple({*a.rounded, *b.rounded})
     # A difference of records came first, but between steps of other numbers: each has another one.
     order = ("record", *_ROLES) if old == new else (*_ROLES, "record")
     found.sort(key=lambda x: (order.index(x.role), -(x.relative or x.changed_share)))
+    differ = {each.path for each in found}
     return StepComparison(
         before=(str(before.root), old),
         after=(str(after.root), new),
         leaf_count=len(common),
         differences=tuple(found),
-        only_before=_only(kinds[0], kinds[1]),
-        only_after=_only(kinds[1], kinds[0]),
+        only_before=tuple(f"{x} {kind}" for x, kind in kinds.items() if others.get(x) != kind),
+        only_after=tuple(f"{x} {kind}" for x, kind in others.items() if kinds.get(x) != kind),
         rounded=rounded,
-        alike=tuple(path for path in unequal if path not in {each.path for each in found}),
+        alike=tuple(path for path in unequal if path not in differ),
     )
 
 
-def _only(one: Mapping[str, str], other: Mapping[str, str]) -> tuple[str, ...]:
-    return tuple(f"{path} {kind}" for path, kind in one.items() if other.get(path) != kind)
+def _differences(a: State, b: State, paths: Sequence[str]) -> list[LeafDifference]:
+    roles = roles_of(len(a.leaves), a.update)
+    others = {leaf.path: array for leaf, array in zip(b.leaves, b.arrays, strict=True)}
+    wanted = {*paths}
+    found = [
+        difference(array, others[leaf.path], leaf, role)
+        for leaf, array, role in zip(a.leaves, a.arrays, roles, strict=True)
+        if leaf.path in wanted
+    ]
+    return [each for each in found if each is not None]
 
 
 def compare_runs(first: Walk, second: Walk, progress: Progress = quiet) -> StepComparison:
@@ -107,17 +119,3 @@ def compare_runs(first: Walk, second: Walk, progress: Progress = quiet) -> StepC
 
 
 _ROLES = ("params", "optimizer state", "other")
-
-
-def _kinds(walk: Walk, step: int) -> Mapping[str, str]:
-    return {leaf.path: leaf.description for leaf in walk.lineage(step).base.leaves}
-
-
-def _differences(a: State, b: State, paths: Sequence[str]) -> list[LeafDifference]:
-    roles = roles_of(len(a.leaves), a.update)
-    others = {leaf.path: array for leaf, array in zip(b.leaves, b.arrays, strict=True)}
-    wanted, found = {*paths}, []
-    for leaf, array, role in zip(a.leaves, a.arrays, roles, strict=True):
-        if leaf.path in wanted:
-            found.append(difference(array, others[leaf.path], leaf, role))
-    return [each for each in found if each is not None]

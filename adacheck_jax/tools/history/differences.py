@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 
@@ -42,23 +42,23 @@ class LeafDifference:
             ``other``.
         changed_count: number of elements whose bits differ.
         changed_share: their share of all elements.
+        first: the first element that differs, in row-major order.
         norm: Euclidean norm of the difference; None where elements are no numbers, or no number
             is finite.
         relative: that norm divided by the one of the first state's leaf; None if this is zero.
         largest: largest absolute difference; None likewise.
         cosine: cosine of the angle between the leaves; None likewise, or if one is zero.
-        first: the first element that differs, in row-major order.
     """
 
     path: str
     role: str
     changed_count: int
     changed_share: float
-    norm: float | None
-    relative: float | None
-    largest: float | None
-    cosine: float | None
     first: Element
+    norm: float | None = None
+    relative: float | None = None
+    largest: float | None = None
+    cosine: float | None = None
 
 
 def roles_of(leaf_count: int, update: Update | None) -> list[str]:
@@ -106,21 +106,20 @@ def difference(
     if first is None:
         return None
     index = tuple(map(int, np.unravel_index(first, before.shape))) if before.shape else ()
-    element = Element(
-        index,
-        shown(old[first]),
-        shown(new[first]),
-        _bit_count(old[first : first + 1], new[first : first + 1]),
-        process_of(leaf, index),
-    )
-    share = changed / old.size
+    one, other = old[first : first + 1], new[first : first + 1]
+    bits = sum(int(byte).bit_count() for byte in (_words(one) ^ _words(other)).reshape(-1))
+    element = Element(index, shown(one[0]), shown(other[0]), bits, process_of(leaf, index))
+    found = LeafDifference(leaf.path, role, changed, changed / old.size, element)
     of_old, of_new, both, between = map(float, sums)
     if old.dtype.kind == "b" or not math.isfinite(between):
-        return LeafDifference(leaf.path, role, changed, share, None, None, None, None, element)
-    relative = math.sqrt(between / of_old) if of_old else None
-    cosine = both / math.sqrt(of_old * of_new) if of_old and of_new else None
-    numbers = (math.sqrt(between), relative, largest, cosine)
-    return LeafDifference(leaf.path, role, changed, share, *numbers, element)
+        return found
+    return replace(
+        found,
+        norm=math.sqrt(between),
+        relative=math.sqrt(between / of_old) if of_old else None,
+        largest=largest,
+        cosine=both / math.sqrt(of_old * of_new) if of_old and of_new else None,
+    )
 
 
 def wide(array: np.ndarray) -> np.ndarray:
@@ -145,6 +144,13 @@ def norm(arrays: Sequence[np.ndarray]) -> float:
     return math.sqrt(total) if total >= 0 else math.nan
 
 
+def relative_change(before: np.ndarray, after: np.ndarray) -> float:
+    """Norm of the change of an array of numbers, relative to it before; infinite from zero."""
+    with np.errstate(all="ignore"):
+        change, size = norm([wide(after) - wide(before)]), norm([before])
+    return change / size if size else (math.inf if change else 0.0)
+
+
 def shown(value: np.generic) -> str:
     """An element as people read it, with as many digits as tell it from its neighbours."""
     return str(value.item() if value.dtype.kind in "biu" else value)
@@ -162,8 +168,3 @@ def process_of(leaf: Leaf, index: tuple[int, ...]) -> int | None:
 def _words(array: np.ndarray) -> np.ndarray:
     """The bytes of each element, a row an element."""
     return array.view(np.uint8).reshape(array.size, -1)
-
-
-def _bit_count(old: np.ndarray, new: np.ndarray) -> int:
-    other: np.ndarray = np.bitwise_xor(_words(old), _words(new))
-    return sum(int(byte).bit_count() for byte in other.reshape(-1))

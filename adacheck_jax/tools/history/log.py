@@ -2,17 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import contextlib
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 import numpy as np
 
-from adacheck_jax.errors import StepDeletedError
-from adacheck_jax.tools.history import differences
-from adacheck_jax.tools.history.differences import norm, wide
+from adacheck_jax.errors import AdaCheckError, StepDeletedError
+from adacheck_jax.tools.history.differences import norm, params_of, relative_change, wide
 from adacheck_jax.tools.history.walk import State, Walk
 from adacheck_jax.tools.listing import note_of
-from adacheck_jax.tools.steps import Progress, quiet
+from adacheck_jax.tools.steps import InputError, Progress, quiet
 from adacheck_jax.update.recorder_state import PASSED_FIELD
 
 _RATE = "learning_rate"
@@ -62,63 +62,96 @@ class RunLog:
     deleted: tuple[int, ...] = ()
 
 
-def log(
-    walk: Walk,
-    last: int | None = None,
-    progress: Progress = quiet,
-) -> RunLog:
+def log(walk: Walk, last: int | None = None, progress: Progress = quiet) -> RunLog:
     """Tell what the recorded steps did, from records and states alone.
 
     Raises:
         InputError: this machine cannot replay a step.
         AdaCheckError: a step is damaged.
     """
-    steps = walk.steps
-    first = 0 if last is None else max(len(steps) - last, 0)
-    wanted = steps[max(first - 1, 0) :]  # one more, to tell what the first of them changed
+    asked = walk.steps if last is None else walk.steps[-last:]
     rows, gone = list[StepLog](), list[int]()
-    before: list[np.ndarray] = []
+    for step, found, _ in logged(walk, asked, progress):
+        if isinstance(found, StepLog):
+            rows.append(found)
+        elif isinstance(found, StepDeletedError):
+            gone.append(step)
+        else:
+            raise found
+    return RunLog(str(walk.root), len(walk.steps), tuple(rows), tuple(gone))
+
+
+def logged(
+    walk: Walk, wanted: Sequence[int], progress: Progress, *, every_leaf: bool = False
+) -> Iterator[tuple[int, StepLog | Exception, dict[str, float]]]:
+    """Logs of steps, which are compared with the recorded steps before them.
+
+    Args:
+        walk: the run.
+        wanted: numbers of the steps, ascending.
+        progress: callback before each step.
+        every_leaf: True to compare all leaves that hold numbers, not the params alone.
+
+    Yields:
+        Number of a step; its log, or the reason why it cannot be restored; and, if every leaf is
+        compared, the norm of the change of each, relative to the leaf before, by its path.
+    """
+    before_of = dict(zip(walk.steps[1:], walk.steps, strict=False))
+    place, before = None, _Arrays()
     for n, step in enumerate(wanted):
         progress(n, len(wanted), f"step {step}")
         try:
+            earlier = before_of.get(step)
+            if earlier is not None and earlier != place:
+                before = _Arrays()
+                with contextlib.suppress(StepDeletedError):  # then nothing tells the change
+                    before = _arrays(walk.at(earlier), every_leaf)
             state = walk.at(step)
-        except StepDeletedError:
-            gone.append(step)
-            before = []
+        except (AdaCheckError, InputError, OSError) as error:
+            place, before = None, _Arrays()
+            yield step, error, {}
             continue
-        rows.append(row_of(walk, state, before))
-        before = params_of(state)
-    asked = frozenset(steps[first:])
-    return RunLog(
-        str(walk.root),
-        len(steps),
-        tuple(row for row in rows if row.step in asked),
-        tuple(step for step in gone if step in asked),
-    )
+        row, changes = _row_of(walk, state, before), _changes(state, before) if every_leaf else {}
+        place, before = step, _arrays(state, every_leaf)
+        del state  # or two of them would be in memory while the next one is restored
+        yield step, row, changes
 
 
-def row_of(walk: Walk, state: State, before: Sequence[np.ndarray]) -> StepLog:
-    """Log of one step."""
-    params, change = params_of(state), None
-    if before and [p.shape for p in params] == [p.shape for p in before]:
-        pairs = zip(params, before, strict=True)
-        change = norm([wide(new) - wide(old) for new, old in pairs])
+_Arrays = dict[str, np.ndarray]
+
+
+def _arrays(state: State, every_leaf: bool) -> _Arrays:
+    indices = range(len(state.leaves)) if every_leaf else params_of(state.leaves, state.update)
+    return {state.leaves[i].path: state.arrays[i] for i in indices}
+
+
+def _changes(state: State, before: _Arrays) -> dict[str, float]:
+    """The norm of each leaf's change, relative to the leaf before; of leaves that hold numbers."""
+    return {
+        leaf.path: relative_change(old, array)
+        for leaf, array in zip(state.leaves, state.arrays, strict=True)
+        if (old := before.get(leaf.path)) is not None
+        and (old.dtype, old.shape) == (array.dtype, array.shape)
+        and leaf.key_type is None
+        and array.dtype.kind != "b"
+    }
+
+
+def _row_of(walk: Walk, state: State, before: _Arrays) -> StepLog:
+    params, change = _arrays(state, every_leaf=False), None
+    if params and all(p in before and before[p].shape == x.shape for p, x in params.items()):
+        change = norm([wide(array) - wide(before[path]) for path, array in params.items()])
     folder, update = walk.recorded.steps[state.step].folder, state.update
     return StepLog(
-        state.step,
-        "delta" if walk.lineage(state.step).deltas else "base",
-        norm([state.arrays[i] for i in update.record]) if update else None,
-        change,
-        norm(params) if params else None,
-        _learning_rate(state),
-        note_of(folder)[1] if folder else {},
-        bool(state.rounded),
+        step=state.step,
+        kind="delta" if walk.lineage(state.step).deltas else "base",
+        gradient_norm=norm([state.arrays[i] for i in update.record]) if update else None,
+        update_norm=change,
+        params_norm=norm([*params.values()]) if params else None,
+        learning_rate=_learning_rate(state),
+        metrics=note_of(folder)[1] if folder else {},
+        rounded=bool(state.rounded),
     )
-
-
-def params_of(state: State) -> list[np.ndarray]:
-    """The params of a state."""
-    return [state.arrays[i] for i in differences.params_of(state.leaves, state.update)]
 
 
 def _learning_rate(state: State) -> float | None:

@@ -14,12 +14,16 @@ import numpy as np
 from adacheck_jax.device import transfer, trees
 from adacheck_jax.errors import IntegrityError, StepDeletedError
 from adacheck_jax.format.manifest import Leaf, Update
-from adacheck_jax.restore import check
 from adacheck_jax.store.steps.lineage import Lineage
-from adacheck_jax.store.storage.location import AnyPath
 from adacheck_jax.tools.recompute import Reached, cannot_replay_here
-from adacheck_jax.tools.recorded import RecordedStep, RecordedSteps
-from adacheck_jax.tools.steps import InputError, undeleted
+from adacheck_jax.tools.steps import (
+    InputError,
+    RecordedStep,
+    RecordedSteps,
+    Root,
+    undeleted,
+    walked,
+)
 
 Tree = dict[str, Any]
 _MOST_HOLDERS = 3
@@ -56,11 +60,9 @@ class Walk:
     A recorded step is one that was saved, deferred until a later save, or deleted while a later
     step's directory still holds it.
 
-    Args:
-        root: the directory given to the checkpoint manager.
-        item: name of the item directory, needed if steps hold several.
-
     Attributes:
+        root: the checkpoint root.
+        recorded: the recorded steps.
         restored_count: number of states that were restored or replayed.
 
     Raises:
@@ -68,10 +70,11 @@ class Walk:
         AdaCheckError: there are steps and none is whole; the error of the first.
     """
 
-    def __init__(self, root: AnyPath, item: str | None = None) -> None:
-        self.root, self._item, self.restored_count = root, item, 0
+    def __init__(self, root: Root, item: str | None = None) -> None:
+        steps = walked(root)
+        self.root, self._item, self.restored_count = steps.root, item, 0
         self._reached = Reached(lambda entry: entry.manifest.checksum)
-        self.recorded = RecordedSteps(root, item)
+        self.recorded = RecordedSteps(steps, item)
         if not self.steps:
             raise next(iter(self.recorded.damaged.values()))
 
@@ -136,10 +139,10 @@ class Walk:
         self._reached.close()
 
     def _restored(self, step: int, lineage: Lineage) -> State:
-        (leaves, differing), base = self._reached.at(lineage), lineage.base
+        (leaves, wrong, rounded), base = self._reached.at(lineage), lineage.base
         self.restored_count += 1
-        if wrong := sorted(differing - check.bound_to_mesh(lineage)):
-            shown = ", ".join(base.leaves[i].path for i in wrong[:5])
+        if wrong:
+            shown = ", ".join(base.leaves[i].path for i in sorted(wrong)[:5])
             self._reached.release()
             raise IntegrityError(
                 f"{self.root}: step {step}: expected the bits that were saved, found others in "
@@ -150,7 +153,7 @@ class Walk:
             lineage.leaves,
             tuple(_on_host(value, spec) for value, spec in zip(leaves, base.leaves, strict=True)),
             base.update,
-            tuple(base.leaves[i].path for i in sorted(differing)),
+            tuple(base.leaves[i].path for i in sorted(rounded)),
         )
 
 

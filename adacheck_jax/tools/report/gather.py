@@ -4,26 +4,23 @@ from __future__ import annotations
 
 import contextlib
 import itertools
-import math
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterable
 from dataclasses import dataclass, field, replace
 from datetime import UTC, datetime
 
-import numpy as np
-
-from adacheck_jax.errors import AdaCheckError
 from adacheck_jax.format.manifest import Delta
+from adacheck_jax.format.pack_plan import plan_delta
+from adacheck_jax.store.steps.lineage import Lineage
 from adacheck_jax.store.storage.location import AnyPath
 from adacheck_jax.tools import audit, listing
 from adacheck_jax.tools.audit import RootReport
-from adacheck_jax.tools.history import log
-from adacheck_jax.tools.history.differences import norm, roles_of, wide
-from adacheck_jax.tools.history.log import StepLog
-from adacheck_jax.tools.history.walk import State, Walk
+from adacheck_jax.tools.history.differences import roles_of
+from adacheck_jax.tools.history.log import StepLog, logged
+from adacheck_jax.tools.history.walk import Walk
+from adacheck_jax.tools.inspection import computed_by
 from adacheck_jax.tools.listing import FOREIGN, STOCK, RootSummary
-from adacheck_jax.tools.report.statistics import Statistics, statistics_of
-from adacheck_jax.tools.steps import InputError, Progress, quiet
+from adacheck_jax.tools.steps import Progress, Steps, quiet
 
 MOST_VERIFIED = 300
 """Saved steps up to which the structure of all is checked: it takes some milliseconds a step."""
@@ -32,8 +29,34 @@ SMALL_STEP_COUNT = 400
 SMALL_RUN_BYTES = 4_000_000_000
 """Steps, and bytes of all their states, up to which every step is restored unasked."""
 
-Norms = tuple[StepLog, dict[str, float]]
-"""Log of a step, and the relative change of each leaf, by its path."""
+BASES, DELTAS, REPLAYED = "stored in bases", "stored in deltas", "replayed"
+UNCHANGED, EQUAL, KEPT = "unchanged", "equal to another leaf", "kept from an earlier base"
+CODED = "left out by a code"
+_WAYS = (BASES, DELTAS, REPLAYED, CODED, UNCHANGED, EQUAL, KEPT)
+_Tally = Counter[tuple[str, str]]
+"""Bytes by one of these ways, and by leaf path; those of a code are of compressed gradients."""
+
+
+@dataclass(frozen=True, slots=True)
+class LeafReport:
+    """One leaf that takes bytes.
+
+    Attributes:
+        path: leaf path.
+        state_bytes: its bytes in one state, in memory.
+        base_bytes: its bytes in all bases, before compression.
+        delta_bytes: its bytes in all deltas, before compression.
+        changed_count: number of kept steps at which its fingerprint changed.
+        changes: the norm of its change at each step of the report's ``logs``, relative to the leaf
+            before; None where nothing tells.
+    """
+
+    path: str
+    state_bytes: int
+    base_bytes: int
+    delta_bytes: int
+    changed_count: int = 0
+    changes: tuple[float | None, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,7 +69,11 @@ class Report:
         verified: their structure, as ``adacheck verify`` has it; None if they are too many.
         damage: the reason for each saved step that cannot be restored, or in which damage was
             found, by its item directory relative to the root.
-        statistics: what became of the bytes of their states; None if no step can be restored.
+        redundancy: bytes of all recorded states in full, by what became of them:
+            ``stored in bases``, ``stored in deltas``, ``replayed``, ``left out by a code`` (of a
+            compressed gradient), ``unchanged``, ``equal to another leaf``, ``kept from an earlier
+            base``.
+        leaves: every leaf that takes bytes, the largest one first.
         state_bytes: bytes of the newest state in memory, without the record of the update.
         kept: recorded steps, but those that were deleted and a later step's directory still holds.
         held: for each recorded step without a directory of its own the step that it was saved with:
@@ -54,24 +81,20 @@ class Report:
         checked: number of deltas by the comparison that they passed when they were saved.
         logs: steps that were restored for their norms, as ``adacheck log`` has them.
         norms_note: remark on steps without norms; empty if all were restored.
-        changed: number of kept steps at which each leaf's fingerprint changed, by leaf path.
-        changes: the norm of each leaf's change at each of ``logs``, relative to the leaf before, by
-            leaf path; None where nothing tells.
     """
 
     made_at: str
     summary: RootSummary
     verified: RootReport | None
     damage: dict[str, str]
-    statistics: Statistics | None = None
+    redundancy: dict[str, int] = field(default_factory=dict)
+    leaves: tuple[LeafReport, ...] = ()
     state_bytes: int = 0
     kept: tuple[int, ...] = ()
     held: dict[int, int] = field(default_factory=dict)
     checked: dict[str, int] = field(default_factory=dict)
     logs: tuple[StepLog, ...] = ()
     norms_note: str = ""
-    changed: dict[str, int] = field(default_factory=dict)
-    changes: dict[str, tuple[float | None, ...]] = field(default_factory=dict)
 
 
 def gather(
@@ -80,19 +103,13 @@ def gather(
     norm_count: int | None = None,
     progress: Progress = quiet,
 ) -> Report:
-    """Gather a report.
-
-    Args:
-        root: the directory given to the checkpoint manager.
-        item: name of the item directory, needed if steps hold several.
-        norm_count: number of the steps that are restored for norms, at most; None for all of a
-            small run, and none else.
-        progress: is told of the progress.
+    """Gather a report, for which so many steps are restored; by default all of a small run.
 
     Raises:
         InputError: there is no such root, step or item.
     """
-    summary = listing.summarize_root(root)
+    steps = Steps(root)
+    summary = listing.summarize_root(steps)
     rows = tuple(
         row
         for row in summary.steps
@@ -102,21 +119,28 @@ def gather(
     damage = {row.item: row.error for row in ours if row.error}
     verified = None
     if 0 < len(ours) <= MOST_VERIFIED:
-        verified = audit.verify_root(root, item=item, progress=progress)
+        verified = audit.verify_root(steps, item=item, progress=progress)
         found = {each.item: each.damage[0] for each in verified.steps if each.damage}
         damage = {place: f"{each.file}: {each.message}" for place, each in found.items()} | damage
     made_at = datetime.now(UTC).isoformat(timespec="seconds")
     report = Report(made_at, replace(summary, steps=rows), verified, damage)
     if all(row.error for row in ours):
         return report
-    with contextlib.closing(Walk(root, item)) as walk:
+    with contextlib.closing(Walk(steps, item)) as walk:
         return _walked(report, walk, norm_count, progress)
 
 
 def _walked(report: Report, walk: Walk, norm_count: int | None, progress: Progress) -> Report:
     """The report with what recorded steps tell."""
-    found, failed = _norms_of(walk, _chosen(walk, norm_count), progress)
-    note = f"Norms of {len(found):,} of {len(walk.steps):,} steps; --norms N restores N of them."
+    logs, changes, failed = list[StepLog](), list[dict[str, float]](), dict[int, str]()
+    wanted = _chosen(walk, norm_count)
+    for step, found, changed in logged(walk, wanted, progress, every_leaf=True):
+        if isinstance(found, StepLog):
+            logs.append(found)
+            changes.append(changed)
+        else:
+            failed[step] = " ".join(str(found).split())
+    note = f"Norms of {len(logs):,} of {len(walk.steps):,} steps; --norms N restores N of them."
     if failed:
         step, why = next(iter(failed.items()))
         note += f" {len(failed):,} could not be restored here, such as step {step:,}: {why}"
@@ -126,66 +150,36 @@ def _walked(report: Report, walk: Walk, norm_count: int | None, progress: Progre
     kept = [step for step in walk.steps if saved_with[step] in present]
     pairs = itertools.pairwise(map(walk.fingerprints, kept))
     changed = Counter(path for old, new in pairs for path, _ in new.items() - old.items())
+    tally, totals = tally_of(lineages.values()), Counter[str]()
+    for (way, _), size_bytes in tally.items():
+        totals[way] += size_bytes
+    sizes = {x.path: x.nbytes for each in lineages.values() for x in each.base.leaves}
+    leaves = [
+        LeafReport(
+            path=path,
+            state_bytes=size_bytes,
+            base_bytes=tally[BASES, path],
+            delta_bytes=tally[DELTAS, path],
+            changed_count=changed[path],
+            changes=tuple(each.get(path) for each in changes),
+        )
+        for path, size_bytes in sorted(sizes.items(), key=lambda x: -x[1])
+        if tally[BASES, path] or tally[DELTAS, path]
+    ]
     base = lineages[walk.steps[-1]].base
     roles = zip(base.leaves, roles_of(len(base.leaves), base.update), strict=True)
     ends = [each.end for each in lineages.values()]
     return replace(
         report,
-        statistics=statistics_of(lineages.values()),
+        redundancy={way: totals[way] for way in _WAYS if totals[way]},
+        leaves=tuple(leaves),
         state_bytes=sum(leaf.nbytes for leaf, role in roles if role != "record"),
         kept=tuple(kept),
         held={step: saved for step, saved in saved_with.items() if step not in present},
         checked=dict(Counter(e.checked or "not checked" for e in ends if isinstance(e, Delta))),
-        logs=tuple(row for row, _ in found.values()),
-        norms_note=note if len(found) < len(walk.steps) else "",
-        changed=dict(changed),
-        changes={
-            leaf.path: tuple(relative.get(leaf.path) for _, relative in found.values())
-            for leaf in base.leaves
-        },
+        logs=tuple(logs),
+        norms_note=note if len(logs) < len(walk.steps) else "",
     )
-
-
-def _norms_of(
-    walk: Walk, wanted: Sequence[int], progress: Progress
-) -> tuple[dict[int, Norms], dict[int, str]]:
-    """Norms of steps, and the reason for each that could not be restored."""
-    before_of = dict(zip(walk.steps[1:], walk.steps, strict=False))
-    found, failed = dict[int, Norms](), dict[int, str]()
-    last: State | None = None
-    for n, step in enumerate(wanted):
-        progress(n, len(wanted), f"step {step}")
-        try:
-            earlier = before_of.get(step)
-            if earlier is not None and (last is None or last.step != earlier):
-                last = walk.at(earlier)
-            before, last = None if earlier is None else last, walk.at(step)
-            found[step] = _compared(walk, before, last)
-        except (AdaCheckError, InputError, OSError) as error:
-            failed[step] = " ".join(str(error).split())
-    return found, failed
-
-
-def _compared(walk: Walk, before: State | None, after: State) -> Norms:
-    if before is None:
-        return log.row_of(walk, after, ()), {}
-    pairs = zip(before.leaves, before.arrays, strict=True)
-    old = {(leaf.path, array.dtype, array.shape): array for leaf, array in pairs}
-    relative = {
-        leaf.path: relative_change(last, array)
-        for leaf, array in zip(after.leaves, after.arrays, strict=True)
-        if (last := old.get((leaf.path, array.dtype, array.shape))) is not None
-        and leaf.key_type is None
-        and array.dtype.kind != "b"
-    }
-    return log.row_of(walk, after, log.params_of(before)), relative
-
-
-def relative_change(before: np.ndarray, after: np.ndarray) -> float:
-    """Norm of the change of an array of numbers, relative to it before; infinite from zero."""
-    with np.errstate(all="ignore"):
-        change, size = norm([wide(after) - wide(before)]), norm([before])
-    return change / size if size else (math.inf if change else 0.0)
 
 
 def _chosen(walk: Walk, asked: int | None) -> list[int]:
@@ -197,3 +191,40 @@ def _chosen(walk: Walk, asked: int | None) -> list[int]:
         asked = len(steps) if is_small else 0
     count = min(asked, len(steps))
     return [steps[(n + 1) * len(steps) // count - 1] for n in range(count)]  # evenly spread
+
+
+def tally_of(lineages: Iterable[Lineage]) -> _Tally:
+    """Tell what became of the bytes of each state that a lineage ends at, before compression."""
+    tally = _Tally()
+    for lineage in lineages:
+        end = lineage.end
+        if isinstance(end, Delta):
+            _count_delta(tally, lineage, end)
+        else:
+            elsewhere = dict.fromkeys((i for i, _ in end.kept), KEPT)
+            elsewhere |= dict.fromkeys((i for i, _ in end.aliases), EQUAL)
+            for index, leaf in enumerate(end.leaves):
+                tally[elsewhere.get(index, BASES), leaf.path] += leaf.nbytes
+    return tally
+
+
+def _count_delta(tally: _Tally, lineage: Lineage, delta: Delta) -> None:
+    """Count a delta by what it stores, what equals another leaf's, and what a code spares."""
+    leaves = lineage.leaves
+    encodings = [pack.encodings for pack in delta.packs]
+    aliases = [pack.aliases for pack in delta.packs]
+    equal = {(process, n) for process, pairs in enumerate(aliases) for n, _ in pairs}
+    sizes = [pack.coded for pack in delta.packs]
+    numbers, held = Counter[int](), Counter[int]()  # extents of a process, and bytes of a leaf
+    for extent in plan_delta(leaves, delta.stored, encodings, aliases, sizes).extents:
+        leaf, process = leaves[extent.leaf], extent.process
+        whole_bytes = extent.box.size * leaf.itemsize_bytes
+        kind = EQUAL if (process, numbers[process]) in equal else DELTAS
+        tally[kind, leaf.path] += extent.size_bytes
+        tally[CODED, leaf.path] += whole_bytes - extent.size_bytes
+        numbers[process] += 1
+        held[extent.leaf] += whole_bytes
+    computed = computed_by(lineage.base.update, delta)
+    for index, leaf in enumerate(leaves):
+        kind = REPLAYED if index in computed else UNCHANGED
+        tally[kind, leaf.path] += leaf.nbytes - held[index]
