@@ -11,9 +11,12 @@ from typing import Any
 import jax
 import pytest
 
-from adacheck_jax.adapter import processes
-from adacheck_jax.adapter.processes import Patience, Processes, ServiceExchange
 from adacheck_jax.errors import AdaCheckError, MismatchError, ReplayError, StorageError
+from adacheck_jax.processes import run as this_run
+from adacheck_jax.processes.exchange import Exchange
+from adacheck_jax.processes.messages import Message
+from adacheck_jax.processes.run import Processes
+from adacheck_jax.processes.service import Patience
 from tests.adapter.memory_service import MemoryService
 
 QUICK = Patience(look_s=0.05)
@@ -29,7 +32,7 @@ class Run:
         self.service, self.count = MemoryService(), count
         self.processes = [Processes(i, count, self.service, patience) for i in range(count)]
 
-    def exchanges(self, directory: str = "/run/3") -> list[ServiceExchange]:
+    def exchanges(self, directory: str = "/run/3") -> list[Exchange]:
         return [each.exchange(directory) for each in self.processes]
 
     def close(self) -> None:
@@ -60,7 +63,7 @@ def numbers(reports: Any) -> dict[str, Any]:
     return {"numbers": [report["number"] for report in reports]}
 
 
-def agreeing(exchange: ServiceExchange, number: int, **options: Any) -> Callable[[], Any]:
+def agreeing(exchange: Exchange, number: int, **options: Any) -> Callable[[], Any]:
     return lambda: exchange.agree("shares", {"number": number}, numbers, **options)
 
 
@@ -138,8 +141,9 @@ def test_an_answer_is_read_though_process_0_went_on_meanwhile(run_of, monkeypatc
     def went_on(*_):
         first.agree("samples", {"number": 0}, numbers, before="shares")
         first.tell("shares", {})
+        return []
 
-    monkeypatch.setattr(second, "_check", went_on)
+    monkeypatch.setattr(second._service, "silent", went_on)
     answer = second.agree("samples", {"number": 1}, numbers, before="shares")
     assert answer == {"numbers": [0, 1]}
 
@@ -184,7 +188,7 @@ def test_who_was_silent_in_one_wait_is_gone_in_the_next(run_of):
     with pytest.raises(AdaCheckError, match="no sign of life"):
         first.barrier("one", 60.0)
     assert first.silent([1]) == [1]
-    gone.client.key_value_set_bytes("adacheck/beat/1", b"back", allow_overwrite=True)
+    gone.post("adacheck/beat/1", Message({"number": "back"}))
     assert first.silent([1]) == []
 
 
@@ -274,7 +278,7 @@ def test_a_barrier_names_who_is_gone(run_of):
 
 
 def test_several_processes_without_a_service_are_refused(monkeypatch):
-    assert processes.exchange("/run/3") is None, "one process needs none"
+    assert this_run.exchange("/run/3").is_alone, "one process needs none"
     monkeypatch.setattr(jax, "process_count", lambda: 2)
     with pytest.raises(AdaCheckError, match=r"2 processes .* call jax.distributed.initialize"):
-        processes.exchange("/run/3")
+        this_run.exchange("/run/3")

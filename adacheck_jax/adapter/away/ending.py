@@ -17,10 +17,9 @@ from collections.abc import Sequence
 import jax
 import orbax.checkpoint as ocp
 
-from adacheck_jax.adapter.away.lockstep import Lockstep
 from adacheck_jax.adapter.saving.lines import Lines
-from adacheck_jax.errors import StorageError, first_line
-from adacheck_jax.save.one_save import is_refusal
+from adacheck_jax.errors import StorageError, first_line, is_refusal
+from adacheck_jax.processes.lockstep import Lockstep
 from adacheck_jax.store.steps.lineage import shown_steps
 
 _log = logging.getLogger(__name__)

@@ -13,8 +13,9 @@ from orbax.checkpoint.future import CommitFutureAwaitingContractedSignals
 
 from adacheck_jax.device import jax_settings
 from adacheck_jax.errors import StorageError
+from adacheck_jax.processes.exchange import Exchange
 from adacheck_jax.save import share
-from adacheck_jax.save.attempt import SHARES, Exchange
+from adacheck_jax.save.attempt import SHARES
 from adacheck_jax.save.one_save import Save
 from adacheck_jax.store.base_writer import ArrayLayout
 from adacheck_jax.store.steps import roots
@@ -47,7 +48,7 @@ class ShareFuture(ocp.Future):
         """Wait until the share is durable."""
         self._go.set()
         begin_s, longest_s = time.monotonic(), math.inf if timeout is None else timeout
-        if (exchange := self._save.attempt.exchange) is not None:
+        if not (exchange := self._save.attempt.exchange).is_alone:
             self._wait_for_directories(exchange, begin_s + longest_s)
         left_s = begin_s + longest_s - time.monotonic()
         return self._begun.result(None if timeout is None else max(left_s, 0.0))
