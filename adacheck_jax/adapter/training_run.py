@@ -28,7 +28,7 @@ from adacheck_jax.device.trees import PyTree
 from adacheck_jax.memory.files.shadow_file import ShadowFileError
 from adacheck_jax.plan.options import Options
 from adacheck_jax.processes.consent import Consent
-from adacheck_jax.processes.turns import RestoreAgreement, Turns
+from adacheck_jax.processes.restores import RestoreAgreement
 from adacheck_jax.schedule.stopwatch import Clock
 from adacheck_jax.store.steps import roots
 from adacheck_jax.store.steps.roots import Place
@@ -142,17 +142,16 @@ class TrainingRun:
                 'shadow=Shadow(directory="/dev/shm/...")).'
             )
         there, known, begin_s = located(str(root)), None, self._clock()
-        turns = Turns(lines.exchange(f"{there} in memory"), "recover its part")
-        delivery = Delivery(there)
+        exchange, delivery = lines.exchange(f"{there} in memory"), Delivery(there)
         lines.calls.note("recover() or restore_newest()")
         try:
             inputs.expect_tree(abstract_state)
             found = found_files(str(self._options.shadow_directory), shadow_root(there), item)
-            name = expected_item(turns, there, found, item, abstract_state)
+            name = expected_item(exchange, there, found, item, abstract_state)
             known = finding.newest(there, name or None)
             saver = lines.saver_of(Place((there, name or None), None))
             with lines.consent(lines.exchange(f"{there}, recovered")) as consent:
-                args = abstract_state, known, found, turns, delivery.deliver, replay, consent
+                args = abstract_state, known, found, exchange, delivery.deliver, replay, consent
                 made = saver.resumer.recover(*args)
             saver.note("recover_s", self._clock() - begin_s)
         except ShadowFileError as error:
@@ -164,7 +163,7 @@ class TrainingRun:
             )
             return None
         except BaseException as error:
-            turns.fail(error)
+            exchange.fail(error, "recover its part")
             raise
         stored, count = "no step" if known is None else f"step {known.step}", made.replayed_count
         _log.info(

@@ -38,8 +38,8 @@ from adacheck_jax.memory.recovered import (
     leaf_like,
     replayed,
 )
+from adacheck_jax.processes.exchange import Exchange
 from adacheck_jax.processes.messages import Report
-from adacheck_jax.processes.turns import Turns
 from adacheck_jax.state.exported_update import ExportedUpdates
 from adacheck_jax.state.snapshot import Snapshots, Structure
 
@@ -90,7 +90,7 @@ def state_of(
     abstract_state: PyTree,
     stored: StoredStep | None,
     found: Sequence[FoundFile],
-    turns: Turns,
+    exchange: Exchange,
     deliver: Deliver,
     replay: RecordReplay,
 ) -> Recovered:
@@ -110,9 +110,9 @@ def state_of(
                 refused.append(file)
             else:
                 files.append(file)
-        number, choice = _chosen(structures, stored, files, refused, turns)
+        number, choice = _chosen(structures, stored, files, refused, exchange)
         structure = structures[number]
-        parts = _brought(structure, files, choice, turns)
+        parts = _brought(structure, files, choice, exchange)
 
         def advance(
             leaves: Sequence[Any],
@@ -124,7 +124,7 @@ def state_of(
             return replayed(structure, update, replay, leaves, records, read, ready)
 
         args = structure, abstract_state, stored, choice, parts
-        return _delivered(*args, _Meeting(turns), deliver, advance)
+        return _delivered(*args, _Meeting(exchange), deliver, advance)
     finally:
         for each in files:
             each.journal.file.close()
@@ -158,7 +158,7 @@ def _chosen(
     stored: StoredStep | None,
     files: Sequence[_File],
     refused: Sequence[str],
-    turns: Turns,
+    exchange: Exchange,
 ) -> tuple[int, Choice]:
     """The step that all processes agree on, and the number of its structure."""
     leaves = structures[0].leaves
@@ -179,7 +179,7 @@ def _chosen(
         "refused": [*refused],
         "stored": None if stored is None else stored.step,
     }
-    answer = turns.agree(own, judge)
+    answer = exchange.turn(own, judge)
     if "why" in answer:
         raise ShadowFileError(answer["why"])
     run, step, sums = answer["choice"]
@@ -219,7 +219,9 @@ class _Parts:
     are_records: bool
 
 
-def _brought(structure: Structure, files: Sequence[_File], choice: Choice, turns: Turns) -> _Parts:
+def _brought(
+    structure: Structure, files: Sequence[_File], choice: Choice, exchange: Exchange
+) -> _Parts:
     """The parts of the step that this process has, and who gives which box."""
     taken = list[_Taken]()
     for each in files:
@@ -235,7 +237,7 @@ def _brought(structure: Structure, files: Sequence[_File], choice: Choice, turns
         "heads": [[x.head for x in each.found.records] for each in taken],
         "kinds": [*{each.file.journal.kind for each in taken}],
     }
-    answer = turns.agree(own, lambda reports: _judged(structure, choice, reports))
+    answer = exchange.turn(own, lambda reports: _judged(structure, choice, reports))
     if "why" in answer:
         raise ShadowFileError(answer["why"])
     givers = dict[int, dict[Box, int]]()
@@ -364,8 +366,8 @@ class _Meeting:
         ended: error that all have heard of, so that nobody comes any more; None before.
     """
 
-    def __init__(self, turns: Turns) -> None:
-        self._turns = turns
+    def __init__(self, exchange: Exchange) -> None:
+        self._exchange = exchange
         self.ended: Exception | None = None
 
     def __call__(self, why: str = "") -> None:
@@ -381,7 +383,7 @@ class _Meeting:
             return {"why": next(told, "")}
 
         try:
-            if why := self._turns.agree({"why": why}, judge)["why"]:
+            if why := self._exchange.turn({"why": why}, judge)["why"]:
                 raise ShadowFileError(why)
         except Exception as error:
             self.ended = error

@@ -3,17 +3,16 @@
 One message (:mod:`~adacheck_jax.processes.messages`), one place for signs of life and time-outs
 (:mod:`~adacheck_jax.processes.service`), and one way to meet
 (:mod:`~adacheck_jax.processes.exchange`): each process posts a report, process 0 judges those of
-all, and posts its answer, a value or an error. So a meeting costs each process one value written
-and one read, however many they are. No collective is used: background threads wait here, while the
-main thread trains.
+all, and posts its answer. So a meeting costs each process one value written and one read, however
+many they are. No collective is used: background threads wait here, while the main thread trains.
 
-An error takes the place of the message that a process owes, and whoever waits for that raises it.
-Else a wait ends by the silence of a process that is gone, by a bound of time, or by another call of
-a process that had to make the same (:mod:`~adacheck_jax.processes.calls`). On that stand the
-conversations: saves, restores and recoveries (:mod:`~adacheck_jax.processes.turns`), a manager's
-calls (:mod:`~adacheck_jax.processes.lockstep`), steps in memory
-(:mod:`~adacheck_jax.processes.gate`), and collectives
-(:mod:`~adacheck_jax.processes.consent`). A process alone waits for nobody.
+The first error about a matter is that of all, and whoever waits raises it. Else a wait ends by the
+silence of a process that is gone, by a bound of time (:mod:`~adacheck_jax.processes.waiting`), or
+by another call of a process that had to make the same (:mod:`~adacheck_jax.processes.calls`). On
+that stand the conversations: saves and recoveries, restores
+(:mod:`~adacheck_jax.processes.restores`), calls of a manager
+(:mod:`~adacheck_jax.processes.lockstep`), steps in memory (:mod:`~adacheck_jax.processes.gate`) and
+collectives (:mod:`~adacheck_jax.processes.consent`). A process alone waits for nobody.
 
 Begin with :mod:`~adacheck_jax.processes.exchange`.
 """

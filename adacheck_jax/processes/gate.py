@@ -27,7 +27,7 @@ class Gate:
 
     def __init__(self, name: str) -> None:
         self._name, self._line = name, ALONE
-        self._past: tuple[Exchange, str] | None = None
+        self._past: tuple[Exchange, str] = ALONE, ""
         self._closing_s: float | None = None
 
     def begin(self, step: int) -> None:
@@ -45,25 +45,23 @@ class Gate:
         Raises:
             AdaCheckError: a process is gone.
         """
-        topic = str(step)
 
         def judged(reports: Sequence[Report]) -> Report:
-            refused = (n for n, each in enumerate(reports) if "refused" in each)
-            if (process := next(refused, None)) is not None:
-                return {"refused": f"process {process}: {reports[process]['refused']}"}
+            for process, each in enumerate(reports):
+                if "refused" in each:
+                    return {"refused": f"process {process}: {each['refused']}"}
             return judge(reports)
 
-        answer = self._line.agree(topic, own, judged, self._is_closed)
-        if self._past is not None:
-            line, past = self._past
-            line.forget(past)  # all processes are here, so none waits at an earlier step
-        self._past = self._line, topic
+        answer = self._line.agree(f"{step}", own, judged, self._is_closed)
+        line, past = self._past
+        line.forget(past)  # all processes are here, so none waits at an earlier step
+        self._past = self._line, f"{step}"
         return answer.get("refused", answer)
 
     def refuse(self, step: int, reason: str) -> None:
         """Tells, in place of a report, that this process does not follow a step."""
         told = reason if self._line.index else f"process 0: {reason}"
-        self._line.tell(str(step), {"refused": told})
+        self._line.tell(f"{step}", {"refused": told})
 
     def end(self) -> None:
         """Has a wait end in a moment, until the next line begins."""

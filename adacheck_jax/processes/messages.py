@@ -1,4 +1,4 @@
-"""A message of one process to the others: a report, or an error in its place."""
+"""A message of one process to the others: a report, or an error that becomes the error of all."""
 
 from __future__ import annotations
 
@@ -57,22 +57,12 @@ def refusal(error: BaseException) -> Message:
 
 
 def failure(
-    error: BaseException,
-    process: int,
-    what: str,
-    kinds: Sequence[type[AdaCheckError]] = (),
-    loss: str = "",
+    error: BaseException, process: int, what: str, kinds: Sequence[type[AdaCheckError]], loss: str
 ) -> Message:
-    """An error of one process, as the others raise it.
+    """An error of one process, which could not do something, as the others raise it.
 
-    What storage refused one of them is a refusal to all: it can be written again.
-
-    Args:
-        error: the error.
-        process: index of the process.
-        what: name of the act that failed.
-        kinds: classes of errors that the others raise alike.
-        loss: the consequence, a sentence behind a space.
+    They raise those of the ``kinds`` alike. What storage refused one of them is a refusal to all:
+    it can be written again. The ``loss`` is the consequence, a sentence behind a space.
     """
     kind = next((each for each in kinds if isinstance(error, each)), AdaCheckError)
     kind = StorageError if is_refusal(error) else kind

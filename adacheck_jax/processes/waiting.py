@@ -15,24 +15,20 @@ class WaitFacts:
     Attributes:
         where: the matter, for messages.
         loss: consequence of an error, a sentence behind a space; empty without one.
-        count: number of all processes.
-        awaited: those that are waited for.
+        awaited: the processes that are waited for.
         silent: those of them that are taken for dead.
-        past: one of them that went on to what comes later; None without one.
+        silence_s: their silence, in seconds.
         is_over: True if the matter is given up here.
         is_late: True if the time is over.
-        silence_s: silence of the dead, in seconds.
     """
 
     where: str
     loss: str
-    count: int
     awaited: Sequence[int]
     silent: Sequence[int]
-    past: int | None
+    silence_s: float
     is_over: bool
     is_late: bool
-    silence_s: float
 
 
 def reason_to_end(facts: WaitFacts) -> str:
@@ -45,12 +41,6 @@ def reason_to_end(facts: WaitFacts) -> str:
             f"{where}: expected to hear of {named(facts.silent)}, found no sign of life for "
             f"{facts.silence_s:.0f} s: killed, or stopped?{loss} Start all processes again, and go "
             "on from the last step that is saved."
-        )
-    if facts.past is not None:
-        return (
-            f"{where}: the {facts.count} processes did not decide alike: process {facts.past} "
-            f"writes no base, and others do.{loss} Check that all of them see the same root, and "
-            "that their handlers have the same options."
         )
     if facts.is_late:
         return (

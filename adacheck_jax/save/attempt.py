@@ -49,9 +49,8 @@ class Attempt:
         return Attempt(self.turn, self.token, exchange, [*self.earlier, self.exchange])
 
     def agree(self, topic: str, own: Report, judge: Judge) -> Report:
-        """As :meth:`Exchange.agree`, on topics of which the shares are the last one."""
-        before = "" if topic == SHARES else SHARES
-        answer = self.exchange.agree(topic, own, judge, lambda: self.is_over, before)
+        """As :meth:`Exchange.agree`."""
+        answer = self.exchange.agree(topic, own, judge, lambda: self.is_over)
         # All processes have begun this attempt, so none waits in an earlier one.
         for each in self.earlier:
             each.forget()

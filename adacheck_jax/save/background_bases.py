@@ -38,7 +38,7 @@ from adacheck_jax.processes.exchange import ALONE, Exchange
 from adacheck_jax.save.one_save import Save
 from adacheck_jax.store.compaction import in_place
 from adacheck_jax.store.compaction.in_place import Prepared
-from adacheck_jax.store.compaction.new_base import BEGIN, WRITTEN, Team
+from adacheck_jax.store.compaction.new_base import Team
 from adacheck_jax.store.retention import KeepLineage
 from adacheck_jax.store.steps import lookup
 from adacheck_jax.store.steps.lineage import Lineage
@@ -75,14 +75,13 @@ class _Pending:
         return Team(
             self.exchange.index,
             lambda topic, own, judge: self.exchange.agree(
-                topic, own, judge, lambda: self.is_dropped, "" if topic == WRITTEN else WRITTEN
+                topic, own, judge, lambda: self.is_dropped
             ),
         )
 
     def fail(self, error: BaseException) -> None:
         """Tells the other processes, which may wait, that there will be no base."""
-        self.exchange.fail(BEGIN, error)
-        self.exchange.fail(WRITTEN, error)
+        self.exchange.fail(error)
 
 
 @dataclass(frozen=True, slots=True)

@@ -73,7 +73,7 @@ def _agreed(save: Save, directory: AnyPath, layout: ArrayLayout) -> Agreed:
                 own = _write(save, directory, layout)
     except Exception as error:
         if not attempt.is_over:
-            exchange.fail(SHARES, error)
+            exchange.fail(error)
         raise
     answer = attempt.agree(SHARES, own, functools.partial(validation.validated, save))
     save.measured = [(name, seconds, deltas) for name, seconds, deltas in answer["measured"]]

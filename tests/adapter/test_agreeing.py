@@ -9,9 +9,9 @@ import pytest
 
 from adacheck_jax.errors import AdaCheckError, IntegrityError
 from adacheck_jax.processes.exchange import ALONE
+from adacheck_jax.processes.restores import RestoreAgreement
 from adacheck_jax.processes.run import Processes
 from adacheck_jax.processes.service import Patience
-from adacheck_jax.processes.turns import RestoreAgreement
 from tests.adapter.memory_service import MemoryService
 
 QUICK = Patience(restore_s=20.0, beat_s=0.02, look_s=0.05)

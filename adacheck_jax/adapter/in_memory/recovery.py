@@ -15,8 +15,8 @@ from adacheck_jax.format.boxes import Blocks, Box, batches, cuts_of
 from adacheck_jax.memory.files import step_file
 from adacheck_jax.memory.files.shadow_file import ShadowFileError
 from adacheck_jax.memory.files.step_file import FoundFile
+from adacheck_jax.processes.exchange import Exchange
 from adacheck_jax.processes.messages import Report
-from adacheck_jax.processes.turns import Turns
 from adacheck_jax.restore import shared_reads
 from adacheck_jax.restore.shared_reads import (
     SharedPart,
@@ -35,7 +35,7 @@ class NoFilesError(ShadowFileError):
 
 
 def expected_item(
-    turns: Turns, root: AnyPath, found: Sequence[FoundFile], named: str | None, wanted: PyTree
+    exchange: Exchange, root: AnyPath, found: Sequence[FoundFile], named: str | None, wanted: PyTree
 ) -> str:
     """The item whose states the files of all processes have, if all want the same state.
 
@@ -53,7 +53,7 @@ def expected_item(
         inputs.expect_same([each["state"] for each in reports], str(root))
         return {"items": sorted({x for each in reports for x in each["items"]})}
 
-    items = turns.agree(own, judge)["items"]
+    items = exchange.turn(own, judge)["items"]
     if len(items) > 1:
         raise several_items(items)
     if not items:

@@ -147,7 +147,7 @@ class Saves:
         self._lines.process.enter()
         if isinstance(args.state, PreparedSave):
             return args.state.into(directory)
-        return self._taken(directory, place, args, BEGUN)
+        return self._taken(directory, place, args)
 
     @jax_settings.own()
     def prepare(self, final: AnyPath, args: SaveArgs) -> PreparedSave:
@@ -157,7 +157,7 @@ class Saves:
         """
         self._lines.process.enter()
         place = functools.partial(roots.place_of, final, in_step=True)
-        begun, stored = self._taken(final, place, args, _PREPARED)
+        begun, stored = self._taken(final, place, args)
         self._meet(begun, _PREPARED)
         if not begun.save.is_base:
             begun.returned_s, begun.together = self._clock(), ALONE  # nothing is left that may fail
@@ -165,15 +165,15 @@ class Saves:
         return PreparedSave(begun, stored)
 
     def _taken(
-        self, directory: AnyPath, place: Callable[[], Place], args: SaveArgs, topic: str
+        self, directory: AnyPath, place: Callable[[], Place], args: SaveArgs
     ) -> tuple[Begun, SaveArgs]:
-        """Takes what is saved out of a state; an error is told to who asks for the topic."""
+        """Takes what is saved out of a state; an error is told to all."""
         lines = self._lines
         final, begin_s = roots.committed_path(directory), self._clock()
         exchange = run.exchange(final)  # before anything is refused in one process alone
         together, is_again = exchange.watching(lines.calls), args.state is KEPT
         try:
-            with exchange.telling(topic, "begin to save"), lines.consent(exchange) as consent:
+            with exchange.telling("begin to save"), lines.consent(exchange) as consent:
                 if not exchange.is_alone:
                     lines.meet()  # before anything that may fail in one of them alone
                 directories.check_writable(directory)
@@ -275,7 +275,7 @@ class Saves:
         save = begun.save
         if save.keeps:
             self._described = dataclasses.replace(stored, state=described(stored.state))
-        with begun.exchange.telling(BEGUN, "begin to save"):
+        with begun.exchange.telling("begin to save"):
             futures, begun.entries = await self._stock.write(
                 epath.Path(str(directory)), stored.state, stored.save_args, stored.custom_metadata
             )

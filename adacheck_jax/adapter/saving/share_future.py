@@ -15,7 +15,6 @@ from adacheck_jax.device import jax_settings
 from adacheck_jax.errors import StorageError
 from adacheck_jax.processes.exchange import Exchange
 from adacheck_jax.save import share
-from adacheck_jax.save.attempt import SHARES
 from adacheck_jax.save.one_save import Save
 from adacheck_jax.store.base_writer import ArrayLayout
 from adacheck_jax.store.steps import roots
@@ -60,7 +59,7 @@ class ShareFuture(ocp.Future):
             AdaCheckError: it could not; or they are not there in the time that Orbax allows.
         """
         while not self._is_writing.wait(_LOOK_S) and time.monotonic() < until_s:
-            if (error := exchange.refusal(SHARES)) is not None:
+            if (error := exchange.error()) is not None:
                 raise error
             try:
                 self._begun.result(0.0)
@@ -69,7 +68,7 @@ class ShareFuture(ocp.Future):
             except Exception as late:
                 where = self._save.directory
                 error = StorageError(f"{where}: expected its directory, found none in time")
-                exchange.fail(SHARES, error)
+                exchange.fail(error)
                 raise error from late
 
     def cancel(self) -> None:

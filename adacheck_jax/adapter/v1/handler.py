@@ -145,7 +145,7 @@ class _Rest:
         here, whichever that is.
         """
         exchange = self._begun.exchange
-        with exchange.telling(_COMMIT, "write its share"):
+        with exchange.telling("write its share"):
             for future in self.commit_futures:
                 future.result()
         exchange.agree(_COMMIT, {}, lambda _: self._commit(path))

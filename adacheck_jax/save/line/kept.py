@@ -22,7 +22,7 @@ from adacheck_jax.plan import situation
 from adacheck_jax.plan.save_plan import SavePlan
 from adacheck_jax.plan.situation import BackgroundFacts
 from adacheck_jax.processes.messages import Report
-from adacheck_jax.save.attempt import SHARES, Attempt
+from adacheck_jax.save.attempt import Attempt
 from adacheck_jax.save.line.notices import tell_given_up
 from adacheck_jax.save.line.parents import Line
 from adacheck_jax.save.one_save import Committed, Save
@@ -144,7 +144,7 @@ class Keeper:
         """Tells the others that a save has failed before its share was written, if it has."""
         save = self._save_of(number)
         if save and not (save.agreed or save.error):
-            save.attempt.exchange.fail(SHARES, error)
+            save.attempt.exchange.fail(error)
 
     def committed(self) -> Report:
         """The manifest of the step that process 0 has committed, for the others; in a store.
