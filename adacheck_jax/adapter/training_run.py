@@ -27,8 +27,8 @@ from adacheck_jax.device import jax_settings
 from adacheck_jax.device.trees import PyTree
 from adacheck_jax.memory.files.shadow_file import ShadowFileError
 from adacheck_jax.plan.options import Options
+from adacheck_jax.processes.attempts import RestoreAgreement
 from adacheck_jax.processes.consent import Consent
-from adacheck_jax.processes.restores import RestoreAgreement
 from adacheck_jax.schedule.stopwatch import Clock
 from adacheck_jax.store.steps import roots
 from adacheck_jax.store.steps.roots import Place

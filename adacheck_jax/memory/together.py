@@ -38,7 +38,7 @@ from adacheck_jax.memory.recovered import (
     leaf_like,
     replayed,
 )
-from adacheck_jax.processes.exchange import Exchange
+from adacheck_jax.processes.meetings import Exchange
 from adacheck_jax.processes.messages import Report
 from adacheck_jax.state.exported_update import ExportedUpdates
 from adacheck_jax.state.snapshot import Snapshots, Structure

@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from concurrent.futures import Executor, Future
 
 from adacheck_jax.errors import AdaCheckError
-from adacheck_jax.processes.exchange import Exchange
+from adacheck_jax.processes.meetings import Exchange
 from adacheck_jax.processes.messages import Report
 
 _TOPIC = "send"

@@ -11,7 +11,7 @@ import time
 from collections.abc import Sequence
 
 from adacheck_jax.processes import run
-from adacheck_jax.processes.exchange import ALONE, Exchange, Judge
+from adacheck_jax.processes.meetings import ALONE, Exchange, Judge
 from adacheck_jax.processes.messages import Report
 
 

@@ -15,7 +15,7 @@ from collections.abc import Callable, Mapping, Sequence
 
 from adacheck_jax.processes import run
 from adacheck_jax.processes.calls import Calls
-from adacheck_jax.processes.exchange import ALONE, Exchange, Judge
+from adacheck_jax.processes.meetings import ALONE, Exchange, Judge
 from adacheck_jax.processes.messages import Report
 
 
@@ -63,11 +63,6 @@ class Lockstep:
             self._replace("the end")
             self._are_alike = False
 
-    def forget(self) -> None:
-        """Deletes what was told before the save that all have begun."""
-        self._past.forget()
-        self._past = ALONE
-
     def decided(
         self,
         decide: Callable[[], Report],
@@ -91,7 +86,7 @@ class Lockstep:
 
         with exchange.telling(f"call {call}"):
             check()
-        return exchange.agree("decided", {}, judge)
+        return self._agree(exchange, {}, judge)
 
     def meet(
         self,
@@ -136,7 +131,7 @@ class Lockstep:
         with exchange.telling(what if wrong else "wait any longer"):  # so no late one goes on alone
             if wrong is not None:
                 raise wrong
-            return exchange.agree("agreed", own, judge)
+            return self._agree(exchange, own, judge)
 
     def commit(self, longest_s: float, committed: Callable[[], Report]) -> Report:
         """Has the others wait until process 0 has committed the save in flight; what it tells.
@@ -156,6 +151,12 @@ class Lockstep:
         exchange = self._exchange or ALONE
         if not exchange.index:
             exchange.fail(error, "commit the step")
+
+    def _agree(self, exchange: Exchange, own: Report, judge: Judge) -> Report:
+        answer = exchange.agree("all", own, judge)
+        self._past.forget()  # all have begun the save after it
+        self._past = ALONE
+        return answer
 
     def _new(self, name: str) -> Exchange:
         return run.exchange(f"{self._directory}: {name}", is_save=False)

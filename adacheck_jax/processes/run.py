@@ -14,7 +14,7 @@ import jax
 
 from adacheck_jax.errors import AdaCheckError
 from adacheck_jax.processes.calls import Calls
-from adacheck_jax.processes.exchange import ALONE, Exchange
+from adacheck_jax.processes.meetings import ALONE, Exchange
 from adacheck_jax.processes.service import ROOM, Patience, Service
 
 _REMEMBERED = 1000

@@ -10,7 +10,7 @@ import threading
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from adacheck_jax.processes.exchange import ALONE, Exchange, Judge
+from adacheck_jax.processes.meetings import ALONE, Exchange, Judge
 from adacheck_jax.processes.messages import Report
 from adacheck_jax.store.storage.interface import Stamp
 

@@ -34,7 +34,7 @@ from adacheck_jax.errors import AdaCheckError
 from adacheck_jax.format.boxes import Blocks
 from adacheck_jax.memory.shadow import Copies, ShadowThread
 from adacheck_jax.plan.situation import BackgroundFacts
-from adacheck_jax.processes.exchange import ALONE, Exchange
+from adacheck_jax.processes.meetings import ALONE, Exchange
 from adacheck_jax.save.one_save import Save
 from adacheck_jax.store.compaction import in_place
 from adacheck_jax.store.compaction.in_place import Prepared

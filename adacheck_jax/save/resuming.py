@@ -22,7 +22,7 @@ from adacheck_jax.memory.recovered import RecordReplay, Recovered, StoredStep
 from adacheck_jax.memory.shadow import ShadowThread
 from adacheck_jax.memory.together import Deliver
 from adacheck_jax.processes.consent import Consent
-from adacheck_jax.processes.exchange import Exchange
+from adacheck_jax.processes.meetings import Exchange
 from adacheck_jax.save import copies as host_copies
 from adacheck_jax.save.line.parents import Parent
 from adacheck_jax.save.line.planner import Planner

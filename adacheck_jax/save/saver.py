@@ -32,7 +32,7 @@ from adacheck_jax.plan.decision import shown
 from adacheck_jax.plan.options import Options
 from adacheck_jax.plan.situation import BackgroundFacts, sizes_of
 from adacheck_jax.processes.consent import Consent
-from adacheck_jax.processes.exchange import ALONE, Exchange
+from adacheck_jax.processes.meetings import ALONE, Exchange
 from adacheck_jax.proof import second_copy
 from adacheck_jax.save.attempt import Attempt
 from adacheck_jax.save.background_bases import BackgroundBases

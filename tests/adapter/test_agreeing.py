@@ -8,8 +8,8 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 
 from adacheck_jax.errors import AdaCheckError, IntegrityError
-from adacheck_jax.processes.exchange import ALONE
-from adacheck_jax.processes.restores import RestoreAgreement
+from adacheck_jax.processes.attempts import RestoreAgreement
+from adacheck_jax.processes.meetings import ALONE
 from adacheck_jax.processes.run import Processes
 from adacheck_jax.processes.service import Patience
 from tests.adapter.memory_service import MemoryService

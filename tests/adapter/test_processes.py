@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 
 from adacheck_jax.errors import AdaCheckError, MismatchError, ReplayError, StorageError
 from adacheck_jax.processes import run as this_run
-from adacheck_jax.processes.exchange import Exchange
+from adacheck_jax.processes.meetings import Exchange
 from adacheck_jax.processes.messages import Message
 from adacheck_jax.processes.run import Processes
 from adacheck_jax.processes.service import Patience
@@ -126,6 +126,14 @@ def test_an_answer_is_read_though_its_process_fails_later(run_of):
     agreeing(first, 0)()
     first.fail(OSError("disk full"))
     assert second.hear("shares") == {"numbers": [0, 1]}
+
+
+def test_who_did_not_wait_for_the_answer_keeps_the_others_from_going_on(run_of):
+    first, second = run_of(2).exchanges()
+    second.tell("shares", {"number": 1})
+    second.fail(AdaCheckError("it took too long"), "wait any longer")
+    with pytest.raises(AdaCheckError, match="process 1 could not wait any longer"):
+        agreeing(first, 0)()
 
 
 def test_the_first_error_is_that_of_all(run_of):

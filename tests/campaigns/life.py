@@ -61,7 +61,7 @@ from adacheck_jax.memory.files import record_log
 from adacheck_jax.memory.files.journal import Journal
 from adacheck_jax.memory.files.record_log import RecordLog
 from adacheck_jax.memory.files.step_file import StepFile
-from adacheck_jax.processes.exchange import Exchange
+from adacheck_jax.processes.meetings import Exchange
 from adacheck_jax.save import commit, share
 from adacheck_jax.schedule import line as lines
 from adacheck_jax.schedule.waste import Schedule

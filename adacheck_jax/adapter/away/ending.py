@@ -95,7 +95,6 @@ class Ending:
 
     def _finalize(self, step: int, steps_to_remove: list[int]) -> None:
         orbax, manager = ocp.CheckpointManager, self._manager
-        self._together.forget()
         was_stale, self._failure = self.is_stale, None
         try:  # what Orbax asks before may raise, while this goes on
             orbax._wait_for_checkpointers(manager)

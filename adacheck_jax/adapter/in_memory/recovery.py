@@ -15,7 +15,7 @@ from adacheck_jax.format.boxes import Blocks, Box, batches, cuts_of
 from adacheck_jax.memory.files import step_file
 from adacheck_jax.memory.files.shadow_file import ShadowFileError
 from adacheck_jax.memory.files.step_file import FoundFile
-from adacheck_jax.processes.exchange import Exchange
+from adacheck_jax.processes.meetings import Exchange
 from adacheck_jax.processes.messages import Report
 from adacheck_jax.restore import shared_reads
 from adacheck_jax.restore.shared_reads import (
@@ -83,7 +83,10 @@ class Delivery:
         own: Mapping[int, Blocks],
         ready: Callable[[], None],
     ) -> Callable[[int, Box], np.ndarray]:
-        """Gives each process the elements that its devices need, as :data:`.Deliver`."""
+        """Gives each process the elements that its devices need.
+
+        See :data:`~adacheck_jax.memory.together.Deliver`.
+        """
         process, parts = jax.process_index(), dict[int, list[tuple[Box, np.ndarray]]]()
         pieces = list[tuple[SharedPart, int]]()
         for i, of_box in givers.items():

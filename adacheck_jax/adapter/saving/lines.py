@@ -22,7 +22,7 @@ from adacheck_jax.plan.options import Options
 from adacheck_jax.processes import run
 from adacheck_jax.processes.calls import Calls
 from adacheck_jax.processes.consent import Consent
-from adacheck_jax.processes.exchange import Exchange
+from adacheck_jax.processes.meetings import Exchange
 from adacheck_jax.save.line.kept import Keeper
 from adacheck_jax.save.saver import Saver
 from adacheck_jax.schedule.stopwatch import Clock

@@ -27,7 +27,7 @@ from adacheck_jax.device.trees import PyTree
 from adacheck_jax.errors import AdaCheckError, storage_named
 from adacheck_jax.processes import run
 from adacheck_jax.processes.consent import Consent
-from adacheck_jax.processes.exchange import ALONE, Exchange
+from adacheck_jax.processes.meetings import ALONE, Exchange
 from adacheck_jax.processes.messages import Report
 from adacheck_jax.save import commit
 from adacheck_jax.save.attempt import BEGUN

@@ -13,7 +13,7 @@ from orbax.checkpoint.future import CommitFutureAwaitingContractedSignals
 
 from adacheck_jax.device import jax_settings
 from adacheck_jax.errors import StorageError
-from adacheck_jax.processes.exchange import Exchange
+from adacheck_jax.processes.meetings import Exchange
 from adacheck_jax.save import share
 from adacheck_jax.save.one_save import Save
 from adacheck_jax.store.base_writer import ArrayLayout

@@ -21,7 +21,7 @@ from adacheck_jax.memory.sending import plans
 from adacheck_jax.memory.sending.plans import SendPlan
 from adacheck_jax.memory.shadow import ShadowThread
 from adacheck_jax.processes.consent import Consent
-from adacheck_jax.processes.exchange import Exchange
+from adacheck_jax.processes.meetings import Exchange
 from adacheck_jax.state.exported_update import ExportedUpdate
 from adacheck_jax.state.snapshot import Snapshot
 

@@ -12,7 +12,7 @@ from adacheck_jax.errors import (
     MismatchError,
     StepDeletedError,
 )
-from adacheck_jax.processes.exchange import ALONE, Exchange
+from adacheck_jax.processes.meetings import ALONE, Exchange
 
 _KINDS = (StepDeletedError, LineageError, IntegrityError, FormatError, MismatchError)
 """Errors after which a restore may be tried otherwise: all processes raise the same."""

@@ -116,6 +116,8 @@ class Exchange:
                 self._service.post(f"{self._key}/{topic}/0", messages.unpacked(data))
                 keys = {f"{self._key}/{topic}/{n}": n for n in range(1, self._service.count)}
                 others = self._heard(topic, keys, self.patience.report_s, is_over)
+            if (wrong := self.error()) is not None:  # of one that did not wait for an answer
+                raise wrong
             reports = [messages.unpacked(data).report, *(others[n] for n in sorted(others))]
             self._gathered[topic] = reports
             answer = judge(reports)
