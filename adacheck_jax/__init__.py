@@ -31,9 +31,9 @@ if TYPE_CHECKING:  # for type checkers and editors; must name what _names names
         SaveReport,
     )
     from adacheck_jax.adapter.manager import AdaCheckManager, checkpoint_manager
-    from adacheck_jax.adapter.processes import wait_for_processes
     from adacheck_jax.errors import AdaCheckError
     from adacheck_jax.plan.options import Shadow
+    from adacheck_jax.processes.run import wait_for_processes
     from adacheck_jax.schedule.adaptive import AdaptivePolicy
     from adacheck_jax.store.retention import KeepLineage
     from adacheck_jax.tools.restorable import latest_restorable
@@ -67,9 +67,9 @@ _name, __dir__ = lazy.names_of(
         # The arguments too: importing the handler makes both known to Orbax.
         "adapter.handler": "AdaCheckHandler RestoreArgs RestoreInfo SaveArgs SaveReport",
         "adapter.manager": "AdaCheckManager checkpoint_manager",
-        "adapter.processes": "wait_for_processes",
         "errors": "AdaCheckError",
         "plan.options": "Shadow",
+        "processes.run": "wait_for_processes",
         "schedule.adaptive": "AdaptivePolicy",
         "store.retention": "KeepLineage",
         "tools.restorable": "latest_restorable",

@@ -100,6 +100,20 @@ class FormatError(AdaCheckError):
 class StorageError(AdaCheckError):
     """The checkpoint root cannot be written, or not be read: no space, no permission, no disk."""
 
+    _is_refusal = True
+
+
+_CLIENTS = frozenset({"aiobotocore", "aiohttp", "botocore", "gcsfs"})
+"""Packages by which Orbax reaches object stores: their errors are of classes of their own."""
+
+
+def is_refusal(error: BaseException | None) -> bool:
+    """True if storage refused something: the same may be written when it does not."""
+    if isinstance(error, AdaCheckError):
+        return isinstance(error, StorageError) and error._is_refusal
+    module = type(error).__module__.partition(".")[0]
+    return isinstance(error, OSError) or module in _CLIENTS
+
 
 _TELLS_OF_FILES = {
     *(errno.ENOENT, errno.ENOTDIR, errno.EISDIR, errno.ELOOP, errno.ENAMETOOLONG, errno.EINVAL),

@@ -22,16 +22,17 @@ MAY_IMPORT = {
     "schedule": (),
     "layout": ("errors",),
     "format": ("errors",),
+    "processes": ("errors", "format"),
     "device": ("errors", "format"),
     "store": ("errors", "format"),
     "publish": ("errors", "format", "device", "store"),
     "update": ("errors", "format", "device"),
     "state": ("errors", "format", "device", "update"),
     "proof": ("errors", "format", "device", "update", "state"),
-    "memory": ("errors", "format", "device", "update", "state"),
+    "memory": ("errors", "format", "processes", "device", "update", "state"),
     "plan": ("errors", "schedule", "format", "device", "store", "update", "state"),
     "save": (
-        *("errors", "schedule", "format", "device", "store", "update"),
+        *("errors", "schedule", "format", "processes", "device", "store", "update"),
         *("state", "proof", "memory", "plan"),
     ),
     "restore": ("errors", "layout", "format", "device", "store", "update"),
@@ -40,6 +41,7 @@ MAY_IMPORT = {
         "schedule",
         "layout",
         "format",
+        "processes",
         "device",
         "store",
         "update",
@@ -65,6 +67,7 @@ MAY_IMPORT = {
 """Rooms, lowest first, and the rooms that each may import: a design decision, made here."""
 
 MAY_USE = {
+    "processes": {"jax", "orbax"},
     "device": {"jax"},
     "store": {"tensorstore"},
     "publish": {"jax"},

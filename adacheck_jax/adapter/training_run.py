@@ -9,8 +9,12 @@ import time
 
 from adacheck_jax.adapter import inputs
 from adacheck_jax.adapter.arguments import RestoreArgs, RestoreInfo
-from adacheck_jax.adapter.coordination.agreeing import LONGEST_S, RestoreAgreement
-from adacheck_jax.adapter.in_memory.recovery import NoFilesError, RecoveringProcesses, found_files
+from adacheck_jax.adapter.in_memory.recovery import (
+    Delivery,
+    NoFilesError,
+    expected_item,
+    found_files,
+)
 from adacheck_jax.adapter.in_memory.replaying import replay
 from adacheck_jax.adapter.reports import Announcer, OnSave
 from adacheck_jax.adapter.restoring import finding
@@ -22,8 +26,9 @@ from adacheck_jax.adapter.stock.base_checkpoint import StockCheckpoints
 from adacheck_jax.device import jax_settings
 from adacheck_jax.device.trees import PyTree
 from adacheck_jax.memory.files.shadow_file import ShadowFileError
-from adacheck_jax.memory.sending.consent import Consent
 from adacheck_jax.plan.options import Options
+from adacheck_jax.processes.attempts import RestoreAgreement
+from adacheck_jax.processes.consent import Consent
 from adacheck_jax.schedule.stopwatch import Clock
 from adacheck_jax.store.steps import roots
 from adacheck_jax.store.steps.roots import Place
@@ -89,7 +94,7 @@ class TrainingRun:
         """Restore a step, bit-exact and verified; see :meth:`AdaCheckHandler.restore`."""
         self.lines.process.enter()
         exchange = self.lines.exchange(f"{directory}, restored")
-        together = RestoreAgreement(exchange and exchange.within(LONGEST_S))
+        together = RestoreAgreement(exchange)
         try:
             inputs.expect_tree(args.abstract_state)
             restored = self._restorer.restore(directory, args, together.agreed)
@@ -137,16 +142,16 @@ class TrainingRun:
                 'shadow=Shadow(directory="/dev/shm/...")).'
             )
         there, known, begin_s = located(str(root)), None, self._clock()
-        peers = RecoveringProcesses(there, lines.exchange(f"{there} in memory", is_save=True))
+        exchange, delivery = lines.exchange(f"{there} in memory"), Delivery(there)
         lines.calls.note("recover() or restore_newest()")
         try:
             inputs.expect_tree(abstract_state)
             found = found_files(str(self._options.shadow_directory), shadow_root(there), item)
-            name = peers.item(found, item, abstract_state)
+            name = expected_item(exchange, there, found, item, abstract_state)
             known = finding.newest(there, name or None)
             saver = lines.saver_of(Place((there, name or None), None))
             with lines.consent(lines.exchange(f"{there}, recovered")) as consent:
-                args = abstract_state, known, found, peers, replay, consent
+                args = abstract_state, known, found, exchange, delivery.deliver, replay, consent
                 made = saver.resumer.recover(*args)
             saver.note("recover_s", self._clock() - begin_s)
         except ShadowFileError as error:
@@ -158,14 +163,14 @@ class TrainingRun:
             )
             return None
         except BaseException as error:
-            peers.fail(error)
+            exchange.fail(error, "recover its part")
             raise
         stored, count = "no step" if known is None else f"step {known.step}", made.replayed_count
         _log.info(
             "Step %d is recovered from %s (%d updates replayed); storage has %s.",
-            *(made.step, peers.source, count, stored),
+            *(made.step, delivery.source, count, stored),
         )
-        self.restored = RestoreInfo(made.step, count, (), 0.0, source=peers.source)
+        self.restored = RestoreInfo(made.step, count, (), 0.0, source=delivery.source)
         return made.step, made.state
 
     def close(self) -> None:

@@ -1,49 +1,16 @@
 """The other processes of a run, as a shadow that lies in a file reaches them.
 
-Each step passes a *gate* before it is folded: all processes have stored what it brings. So whoever
-is killed when, all files hold one step in common, the last that passed or the one before it: no
-file is further than the gate, and none has folded away what another one still stands at.
+Each step passes a *gate* before it is folded (:mod:`~adacheck_jax.processes.gate`).
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
 
 from adacheck_jax.format.fingerprint import combine
-
-Report = dict[str, Any]
-"""Report of one process to the others, as JSON."""
-
-
-class Gate(Protocol):
-    """Reports of all processes on one step after another; called by one thread."""
-
-    def begin(self, step: int) -> None:
-        """Begins a line of steps, with one that is taken as a whole."""
-        ...
-
-    def agree(
-        self, step: int, own: Report, judge: Callable[[Sequence[Report]], Report]
-    ) -> Report | str:
-        """Tells that a step is stored, and waits until all processes have told it.
-
-        Returns:
-            The judge's answer, the same in all processes; or the reason why a process does not
-            follow this line of steps.
-
-        Raises:
-            AdaCheckError: a process is gone.
-        """
-        ...
-
-    def refuse(self, step: int, reason: str) -> None:
-        """Tells, in place of a report, that this process does not follow a step."""
-        ...
-
-    def end(self) -> None:
-        """Has a wait end in a moment, until the next line begins."""
+from adacheck_jax.processes.gate import Gate
+from adacheck_jax.processes.messages import Report
 
 
 @dataclass(frozen=True, slots=True)

@@ -13,7 +13,7 @@ import itertools
 import logging
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, Protocol
+from typing import Any
 
 import jax
 import numpy as np
@@ -27,7 +27,6 @@ from adacheck_jax.memory.files.record_log import RecordLog
 from adacheck_jax.memory.files.shadow_file import CutOffError, ShadowFileError
 from adacheck_jax.memory.files.step_file import Found, FoundFile, Recorded, StepFile
 from adacheck_jax.memory.holdings import LeafBox, OfBoxes
-from adacheck_jax.memory.peers import Report
 from adacheck_jax.memory.recovered import (
     RecordReplay,
     Recovered,
@@ -39,42 +38,30 @@ from adacheck_jax.memory.recovered import (
     leaf_like,
     replayed,
 )
+from adacheck_jax.processes.meetings import Exchange
+from adacheck_jax.processes.messages import Report
 from adacheck_jax.state.exported_update import ExportedUpdates
 from adacheck_jax.state.snapshot import Snapshots, Structure
 
 _log = logging.getLogger(__name__)
 
 
-class Together(Protocol):
-    """The processes that recover one state."""
+Deliver = Callable[
+    [
+        Sequence[Any],
+        Mapping[int, Mapping[Box, int]],
+        Mapping[int, Blocks],
+        Callable[[], None],
+    ],
+    Callable[[int, Box], np.ndarray],
+]
+"""Gives each process the elements of the boxes that its devices need; collective.
 
-    def agree(self, own: Report, judge: Callable[[Sequence[Report]], Report]) -> Report:
-        """The judge's answer to the reports of all; an error of one is raised by all.
-
-        All call it equally often, about the same in turn.
-        """
-        ...
-
-    def deliver(
-        self,
-        abstract: Sequence[Any],
-        givers: Mapping[int, Mapping[Box, int]],
-        own: Mapping[int, Blocks],
-        ready: Callable[[], None],
-    ) -> Callable[[int, Box], np.ndarray]:
-        """Gives each process the elements of the boxes that its devices need; collective.
-
-        Args:
-            abstract: shape, data type and sharding of each leaf; numpy arrays where every process
-                has the leaf for itself.
-            givers: the process that gives each box, by leaf index.
-            own: the boxes that this process has.
-            ready: called before anything is given; raises where a process fails.
-
-        Returns:
-            A function from a leaf index and a box to its elements.
-        """
-        ...
+It takes shape, data type and sharding of each leaf, or a numpy array where every process has the
+leaf for itself; the process that gives each box, by leaf index; the boxes that this process has;
+and what is called before anything is given, which raises where a process fails. It returns a
+function from a leaf index and a box to its elements.
+"""
 
 
 @dataclass(frozen=True, slots=True)
@@ -103,7 +90,8 @@ def state_of(
     abstract_state: PyTree,
     stored: StoredStep | None,
     found: Sequence[FoundFile],
-    peers: Together,
+    exchange: Exchange,
+    deliver: Deliver,
     replay: RecordReplay,
 ) -> Recovered:
     """Takes the newest state that the files of all processes hold; collective.
@@ -122,9 +110,9 @@ def state_of(
                 refused.append(file)
             else:
                 files.append(file)
-        number, choice = _chosen(structures, stored, files, refused, peers)
+        number, choice = _chosen(structures, stored, files, refused, exchange)
         structure = structures[number]
-        parts = _brought(structure, files, choice, peers)
+        parts = _brought(structure, files, choice, exchange)
 
         def advance(
             leaves: Sequence[Any],
@@ -135,7 +123,8 @@ def state_of(
             update = updates.of(structure)
             return replayed(structure, update, replay, leaves, records, read, ready)
 
-        return _delivered(structure, abstract_state, stored, choice, parts, peers, advance)
+        args = structure, abstract_state, stored, choice, parts
+        return _delivered(*args, _Meeting(exchange), deliver, advance)
     finally:
         for each in files:
             each.journal.file.close()
@@ -169,7 +158,7 @@ def _chosen(
     stored: StoredStep | None,
     files: Sequence[_File],
     refused: Sequence[str],
-    peers: Together,
+    exchange: Exchange,
 ) -> tuple[int, Choice]:
     """The step that all processes agree on, and the number of its structure."""
     leaves = structures[0].leaves
@@ -190,7 +179,7 @@ def _chosen(
         "refused": [*refused],
         "stored": None if stored is None else stored.step,
     }
-    answer = peers.agree(own, judge)
+    answer = exchange.turn(own, judge)
     if "why" in answer:
         raise ShadowFileError(answer["why"])
     run, step, sums = answer["choice"]
@@ -231,7 +220,7 @@ class _Parts:
 
 
 def _brought(
-    structure: Structure, files: Sequence[_File], choice: Choice, peers: Together
+    structure: Structure, files: Sequence[_File], choice: Choice, exchange: Exchange
 ) -> _Parts:
     """The parts of the step that this process has, and who gives which box."""
     taken = list[_Taken]()
@@ -248,7 +237,7 @@ def _brought(
         "heads": [[x.head for x in each.found.records] for each in taken],
         "kinds": [*{each.file.journal.kind for each in taken}],
     }
-    answer = peers.agree(own, lambda reports: _judged(structure, choice, reports))
+    answer = exchange.turn(own, lambda reports: _judged(structure, choice, reports))
     if "why" in answer:
         raise ShadowFileError(answer["why"])
     givers = dict[int, dict[Box, int]]()
@@ -325,7 +314,8 @@ def _delivered(
     stored: StoredStep | None,
     choice: Choice,
     parts: _Parts,
-    peers: Together,
+    meet: _Meeting,
+    deliver: Deliver,
     advance_by: Callable[..., Sequence[Any]],
 ) -> Recovered:
     """The state, put together from what all processes give; collective."""
@@ -334,13 +324,12 @@ def _delivered(
         for leaf, described in zip(jax.tree.leaves(abstract_state), structure.leaves, strict=True)
     ]
     givers, delivered = parts.givers, list[Callable[[int, Box], np.ndarray]]()
-    meet = _Meeting(peers)
 
     def read_record(number: int, i: int, box: Box) -> np.ndarray:
         while len(delivered) <= number:  # collective, and in the same order in all processes
             record = parts.records[len(delivered)]
             own = {leaf: givers[leaf] for leaf in record.stored if leaf in givers}
-            delivered.append(peers.deliver(abstract, own, record.blocks, meet))
+            delivered.append(deliver(abstract, own, record.blocks, meet))
         return delivered[number](i, box)
 
     def advance(leaves: Sequence[Any]) -> Sequence[Any]:
@@ -358,7 +347,7 @@ def _delivered(
         return transfer.keyed(placed, leaf)
 
     try:
-        read = peers.deliver(abstract, givers, parts.blocks, meet)
+        read = deliver(abstract, givers, parts.blocks, meet)
         found = compared(structure, abstract_state, like, choice.step, choice.sums, stored, advance)
     except Exception as error:  # nothing that goes wrong with memory keeps a run from its storage
         if meet.ended is None:
@@ -377,8 +366,8 @@ class _Meeting:
         ended: error that all have heard of, so that nobody comes any more; None before.
     """
 
-    def __init__(self, peers: Together) -> None:
-        self._peers = peers
+    def __init__(self, exchange: Exchange) -> None:
+        self._exchange = exchange
         self.ended: Exception | None = None
 
     def __call__(self, why: str = "") -> None:
@@ -394,7 +383,7 @@ class _Meeting:
             return {"why": next(told, "")}
 
         try:
-            if why := self._peers.agree({"why": why}, judge)["why"]:
+            if why := self._exchange.turn({"why": why}, judge)["why"]:
                 raise ShadowFileError(why)
         except Exception as error:
             self.ended = error

@@ -34,11 +34,11 @@ from adacheck_jax.errors import AdaCheckError
 from adacheck_jax.format.boxes import Blocks
 from adacheck_jax.memory.shadow import Copies, ShadowThread
 from adacheck_jax.plan.situation import BackgroundFacts
-from adacheck_jax.save.attempt import Exchange
+from adacheck_jax.processes.meetings import ALONE, Exchange
 from adacheck_jax.save.one_save import Save
 from adacheck_jax.store.compaction import in_place
 from adacheck_jax.store.compaction.in_place import Prepared
-from adacheck_jax.store.compaction.new_base import ALONE, BEGIN, WRITTEN, Team
+from adacheck_jax.store.compaction.new_base import Team
 from adacheck_jax.store.retention import KeepLineage
 from adacheck_jax.store.steps import lookup
 from adacheck_jax.store.steps.lineage import Lineage
@@ -63,7 +63,7 @@ class _Pending:
     save: Save
     copies: Future[Copies]
     earlier_sums: Mapping[int, int] | None
-    exchange: Exchange | None
+    exchange: Exchange
     written: Future[_Written | None] | None = None
     placed: Future[tuple[float, int]] = field(default_factory=Future)
     is_dropped: bool = False
@@ -72,20 +72,16 @@ class _Pending:
     @property
     def team(self) -> Team:
         """The processes that write it."""
-        if (exchange := self.exchange) is None:
-            return ALONE
         return Team(
-            jax.process_index(),
-            lambda topic, own, judge: exchange.agree(
-                topic, own, judge, lambda: self.is_dropped, "" if topic == WRITTEN else WRITTEN
+            self.exchange.index,
+            lambda topic, own, judge: self.exchange.agree(
+                topic, own, judge, lambda: self.is_dropped
             ),
         )
 
     def fail(self, error: BaseException) -> None:
         """Tells the other processes, which may wait, that there will be no base."""
-        if self.exchange is not None:
-            self.exchange.fail(BEGIN, error)
-            self.exchange.fail(WRITTEN, error)
+        self.exchange.fail(error)
 
 
 @dataclass(frozen=True, slots=True)
@@ -111,7 +107,7 @@ class BackgroundBases:
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="adacheck_base")
         self._lock = threading.Lock()
         self._pending: _Pending | None = None
-        self._past: Exchange | None = None
+        self._past = ALONE
         self._has_failed = False
         self._placed = (0.0, 0)
         self.known = BackgroundFacts()
@@ -141,11 +137,11 @@ class BackgroundBases:
         if self._pending is not None:
             return
         self._hold(save.number)
-        proof, exchange = save.own.proof, save.attempt.exchange
+        proof = save.own.proof
         copies = Future[Copies]() if proof is None else proof.copied(others)
         if proof is None:
             copies.set_result(None)
-        beside = exchange.beside("base") if exchange is not None else None
+        beside = save.attempt.exchange.beside("base")
         self._pending = _Pending(save, copies, earlier_sums, beside)
 
     def go_on(self) -> None:
@@ -155,7 +151,7 @@ class BackgroundBases:
             return
         if pending.written is None:
             is_lost = pending.copies.done() and pending.copies.result() is None
-            if pending.save.error is not None or (is_lost and pending.exchange is None):
+            if pending.save.error is not None or (is_lost and pending.exchange.is_alone):
                 self._fail("its step was not saved, or the copy of its state is lost")
                 return
             lineage = None if pending.team.process else pending.save.lineage()
@@ -255,8 +251,7 @@ class BackgroundBases:
         except Exception as error:
             pending.fail(error)
             raise
-        if self._past is not None:  # all are past it
-            self._past.forget()
+        self._past.forget()  # all are past it
         self._past = pending.exchange
         return _Written(base, time.monotonic() - begin_s, exit)
 

@@ -22,8 +22,8 @@ from adacheck_jax.format.manifest import (
     Manifest,
     Pack,
 )
+from adacheck_jax.processes.messages import Report
 from adacheck_jax.save import validation
-from adacheck_jax.save.attempt import Report
 from adacheck_jax.save.one_save import Agreed, Committed, Save
 from adacheck_jax.save.pending import Pending
 from adacheck_jax.store import base_writer, claims, links

@@ -12,24 +12,21 @@ import numpy as np
 from adacheck_jax.device import replicas
 from adacheck_jax.device.lead import Lead
 from adacheck_jax.device.transfer import Joined
-from adacheck_jax.errors import AdaCheckError, ReplicaError, StorageError
+from adacheck_jax.errors import ReplicaError, is_refusal
 from adacheck_jax.format.manifest import Caution, DeltaManifest, Manifest
 from adacheck_jax.plan.save_plan import SavePlan
 from adacheck_jax.plan.situation import BackgroundFacts
-from adacheck_jax.save.attempt import Attempt, Report
+from adacheck_jax.processes.messages import Report
+from adacheck_jax.save.attempt import Attempt
 from adacheck_jax.save.pending import Pending
 from adacheck_jax.schedule.stopwatch import Clock, Measurement
 from adacheck_jax.state.exported_update import ExportedUpdate
 from adacheck_jax.state.snapshot import Structure
 from adacheck_jax.store.base_writer import BaseWriter
-from adacheck_jax.store.claims import TakenError
 from adacheck_jax.store.steps import marks
 from adacheck_jax.store.steps.lineage import Lineage, LineageStep
 from adacheck_jax.store.storage.interface import Stamp
 from adacheck_jax.store.storage.location import AnyPath, at
-
-_CLIENTS = frozenset({"aiobotocore", "aiohttp", "botocore", "gcsfs"})
-"""Packages by which Orbax reaches object stores: their errors are of classes of their own."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -219,11 +216,3 @@ class Save:
         """Seconds for which the slowest process waited for the check, once shares are written."""
         reports = self.agreed.reports() if self.agreed else ()
         return max((report["check_s"] for report in reports), default=0.0)
-
-
-def is_refusal(error: BaseException | None) -> bool:
-    """True if storage refused something: the same may be written when it does not."""
-    if isinstance(error, AdaCheckError):
-        return isinstance(error, StorageError) and not isinstance(error, TakenError)
-    module = type(error).__module__.partition(".")[0]
-    return isinstance(error, OSError) or module in _CLIENTS

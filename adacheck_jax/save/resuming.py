@@ -19,9 +19,10 @@ from adacheck_jax.format.manifest import Leaf
 from adacheck_jax.memory import recovered, together
 from adacheck_jax.memory.files.step_file import FoundFile
 from adacheck_jax.memory.recovered import RecordReplay, Recovered, StoredStep
-from adacheck_jax.memory.sending.consent import Consent
 from adacheck_jax.memory.shadow import ShadowThread
-from adacheck_jax.memory.together import Together
+from adacheck_jax.memory.together import Deliver
+from adacheck_jax.processes.consent import Consent
+from adacheck_jax.processes.meetings import Exchange
 from adacheck_jax.save import copies as host_copies
 from adacheck_jax.save.line.parents import Parent
 from adacheck_jax.save.line.planner import Planner
@@ -129,7 +130,8 @@ class Resumer:
         abstract_state: PyTree,
         newest: Newest | None,
         files: Sequence[FoundFile],
-        peers: Together,
+        exchange: Exchange,
+        deliver: Deliver,
         replay: RecordReplay,
         consent: Consent | None,
     ) -> Recovered:
@@ -158,7 +160,7 @@ class Resumer:
                 self._shadow.close()
                 raise
         else:
-            found = together.state_of(*args, files, peers, replay)
+            found = together.state_of(*args, files, exchange, deliver, replay)
             if found.has_records:  # which this run finds out as the last one did, else
                 self._shadow.keep_records()
         if newest is None or newest.lineage is None or newest.step != found.step:

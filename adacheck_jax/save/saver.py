@@ -27,13 +27,14 @@ from adacheck_jax.device.trees import PyTree
 from adacheck_jax.errors import AdaCheckError
 from adacheck_jax.memory.files.step_file import FilePlace
 from adacheck_jax.memory.peers import Peers
-from adacheck_jax.memory.sending.consent import Consent
 from adacheck_jax.memory.shadow import ShadowThread
 from adacheck_jax.plan.decision import shown
 from adacheck_jax.plan.options import Options
 from adacheck_jax.plan.situation import BackgroundFacts, sizes_of
+from adacheck_jax.processes.consent import Consent
+from adacheck_jax.processes.meetings import ALONE, Exchange
 from adacheck_jax.proof import second_copy
-from adacheck_jax.save.attempt import Attempt, Exchange
+from adacheck_jax.save.attempt import Attempt
 from adacheck_jax.save.background_bases import BackgroundBases
 from adacheck_jax.save.line.kept import Keeper, repeated
 from adacheck_jax.save.line.notices import Notices, tell_given_up
@@ -122,7 +123,7 @@ class Saver:
         *,
         cast: frozenset[str] = frozenset(),
         custom_metadata: Any = None,
-        exchange: Exchange | None = None,
+        exchange: Exchange = ALONE,
         consent: Consent | None = None,
     ) -> Save:
         """Plans and stages a save; the only part of it that blocks the caller.
@@ -163,7 +164,7 @@ class Saver:
         directory: AnyPath,
         number: int | None,
         step: int | None,
-        exchange: Exchange | None,
+        exchange: Exchange,
         consent: Consent | None,
         *,
         replayable: bool,
@@ -201,7 +202,7 @@ class Saver:
             self._bases.restart()
         elif planned.makes_base:
             followed, sums = save.parent, None
-            if followed is not None and exchange is not None:
+            if followed is not None and not exchange.is_alone:
                 sums = self._stager.earlier_base(followed).sums
             self._bases.take(save, copies.staged, sums)
         return save
@@ -212,7 +213,7 @@ class Saver:
         directory: AnyPath,
         number: int | None,
         parent: Parent | None,
-        exchange: Exchange | None,
+        exchange: Exchange,
     ) -> Save:
         """A save of staged steps."""
         planner, planned, last = self._planner, steps[-1].plan, self._planner.line.save
@@ -242,7 +243,7 @@ class Saver:
             keeps=self._keeps,
         )
 
-    def begin_kept(self, directory: AnyPath, number: int | None, exchange: Exchange | None) -> Save:
+    def begin_kept(self, directory: AnyPath, number: int | None, exchange: Exchange) -> Save:
         """Begins to write again what storage refused; if nothing, deferred steps up to a number.
 
         Raises:

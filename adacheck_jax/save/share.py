@@ -19,8 +19,9 @@ from adacheck_jax.device.lead import Lead
 from adacheck_jax.errors import AdaCheckError, storage_named
 from adacheck_jax.format.manifest import Caution
 from adacheck_jax.plan.situation import BackgroundFacts
+from adacheck_jax.processes.messages import Report
 from adacheck_jax.save import validation
-from adacheck_jax.save.attempt import SHARES, Report
+from adacheck_jax.save.attempt import SHARES
 from adacheck_jax.save.one_save import Agreed, Save
 from adacheck_jax.save.pending import Pending
 from adacheck_jax.store import claims, delta_writer, links
@@ -71,8 +72,8 @@ def _agreed(save: Save, directory: AnyPath, layout: ArrayLayout) -> Agreed:
             with claims.writing(directory, process, attempt.token) as attempt.claim:
                 own = _write(save, directory, layout)
     except Exception as error:
-        if exchange is not None and not attempt.is_over:
-            exchange.fail(SHARES, error)
+        if not attempt.is_over:
+            exchange.fail(error)
         raise
     answer = attempt.agree(SHARES, own, functools.partial(validation.validated, save))
     save.measured = [(name, seconds, deltas) for name, seconds, deltas in answer["measured"]]
@@ -82,7 +83,7 @@ def _agreed(save: Save, directory: AnyPath, layout: ArrayLayout) -> Agreed:
         memory=(bool(answer["memory"][0]), answer["memory"][1]),
         replicas=answer["replicas"],
         lead=Lead(*answer["lead"]),
-        reports=lambda: exchange.reports(SHARES) if exchange else [own],
+        reports=lambda: [own] if exchange.is_alone else exchange.reports(SHARES),
     )
 
 

@@ -19,13 +19,13 @@ from adacheck_jax.device.jax_settings import Arithmetic
 from adacheck_jax.device.loops import programs
 from adacheck_jax.device.transfer import Joined
 from adacheck_jax.format.boxes import Blocks
-from adacheck_jax.memory.sending.consent import Consent
 from adacheck_jax.memory.sending.wire import Received, Wire
 from adacheck_jax.memory.shadow import ShadowThread
 from adacheck_jax.memory.shadow_state import ShadowStep
 from adacheck_jax.plan.decision import replays
 from adacheck_jax.plan.options import Options
 from adacheck_jax.plan.save_plan import SavePlan, kept
+from adacheck_jax.processes.consent import Consent
 from adacheck_jax.proof.checker import Witness
 from adacheck_jax.save import copies as host_copies
 from adacheck_jax.save.copies import HostCopies

@@ -10,8 +10,8 @@ from adacheck_jax.device.replicas import Verdict
 from adacheck_jax.errors import AdaCheckError, MismatchError, ReplayError, ReplicaError
 from adacheck_jax.format.fingerprint import combine
 from adacheck_jax.memory import shadow
+from adacheck_jax.processes.messages import Report
 from adacheck_jax.save import pending
-from adacheck_jax.save.attempt import Report
 from adacheck_jax.save.one_save import Save
 from adacheck_jax.save.pending import Pending
 from adacheck_jax.state.snapshot import Structure

@@ -31,6 +31,8 @@ _PREFIX = ".claim."
 class TakenError(StorageError):
     """Another writer has taken the step: to write it again would take it from that one."""
 
+    _is_refusal = False
+
 
 def new_token() -> str:
     """Unique name of one handler's line of steps."""

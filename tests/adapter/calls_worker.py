@@ -21,8 +21,8 @@ import pytest
 
 import adacheck_jax as adacheck
 from adacheck_jax.adapter.away import outage
-from adacheck_jax.adapter.coordination import service
-from adacheck_jax.adapter.coordination.service import Patience
+from adacheck_jax.processes import service
+from adacheck_jax.processes.service import Patience
 from tests import support
 from tests.faults.test_storage_away import Storage
 

@@ -7,13 +7,14 @@ from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
-from adacheck_jax.adapter.coordination.agreeing import RestoreAgreement
-from adacheck_jax.adapter.coordination.service import Patience
-from adacheck_jax.adapter.processes import Processes
 from adacheck_jax.errors import AdaCheckError, IntegrityError
+from adacheck_jax.processes.attempts import RestoreAgreement
+from adacheck_jax.processes.meetings import ALONE
+from adacheck_jax.processes.run import Processes
+from adacheck_jax.processes.service import Patience
 from tests.adapter.memory_service import MemoryService
 
-QUICK = Patience(report_s=20.0, answer_s=20.0, beat_s=0.02, look_s=0.05)
+QUICK = Patience(restore_s=20.0, beat_s=0.02, look_s=0.05)
 
 
 def run(count: int, restore: Callable[[RestoreAgreement, int], str]) -> list[str]:
@@ -83,7 +84,7 @@ def test_who_tries_again_is_told_by_who_does_not(leaving):
 
 
 def test_a_process_alone_waits_for_nobody():
-    agreement = RestoreAgreement(None)
+    agreement = RestoreAgreement(ALONE)
     with agreement.agreed(), agreement.agreed():
         pass
     with pytest.raises(IntegrityError), agreement.agreed():

@@ -9,6 +9,7 @@ import threading
 import time
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -19,13 +20,13 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import adacheck_jax as adacheck
-from adacheck_jax.adapter import processes
-from adacheck_jax.adapter.away import lockstep
-from adacheck_jax.adapter.away.lockstep import Lockstep
-from adacheck_jax.adapter.coordination.calls import Calls
-from adacheck_jax.adapter.coordination.service import Patience
-from adacheck_jax.adapter.processes import Processes
+from adacheck_jax.adapter import inputs
 from adacheck_jax.errors import AdaCheckError, DifferingCallsError, MismatchError
+from adacheck_jax.processes import run as this_run
+from adacheck_jax.processes.calls import Calls
+from adacheck_jax.processes.lockstep import Lockstep
+from adacheck_jax.processes.run import Processes
+from adacheck_jax.processes.service import Patience
 from tests import support
 from tests.adapter.memory_service import MemoryService
 from tests.processes import launch, leaves
@@ -34,15 +35,19 @@ WORKER = "tests.adapter.calls_worker"
 QUICK = Patience(silence_s=60.0, beat_s=0.02, look_s=0.05)
 
 
+def expect_same(states: Any) -> None:
+    inputs.expect_same(states, "/run")
+
+
 class Loops:
     """Training loops of several processes, which are threads."""
 
-    def __init__(self, count: int, patch: pytest.MonkeyPatch) -> None:
+    def __init__(self, count: int, patch: pytest.MonkeyPatch, patience: Patience) -> None:
         service, self._here = MemoryService(), threading.local()
-        self.processes = [Processes(n, count, service, QUICK) for n in range(count)]
+        self.processes = [Processes(n, count, service, patience) for n in range(count)]
         patch.setattr(jax, "process_count", lambda: count)
         patch.setattr(jax, "process_index", lambda: self._here.index)
-        patch.setattr(processes, "_all", lambda: self.processes[self._here.index])
+        patch.setattr(this_run, "_all", lambda: self.processes[self._here.index])
         self.managers = [Lockstep("/run") for _ in range(count)]
 
     def run(self, *loops: Callable[[Lockstep], Any]) -> list[Future[Any]]:
@@ -63,8 +68,8 @@ class Loops:
 def loops_of(monkeypatch):
     made: list[Loops] = []
 
-    def make(count: int) -> Loops:
-        made.append(Loops(count, monkeypatch))
+    def make(count: int, patience: Patience = QUICK) -> Loops:
+        made.append(Loops(count, monkeypatch, patience))
         return made[-1]
 
     yield make
@@ -102,15 +107,12 @@ def raised(loops: list[Future[Any]]) -> set[str]:
     return {str(each.exception()) for each in loops}
 
 
-@pytest.mark.parametrize("few", [1, 64])
 @pytest.mark.parametrize("count", [2, 4])
-def test_all_that_call_alike_hear_what_process_0_decided(loops_of, monkeypatch, count, few):
-    monkeypatch.setattr(lockstep, "_FEW", few)
+def test_all_that_call_alike_hear_what_process_0_decided(loops_of, count):
     found = loops_of(count).run(saves(1, 2, 3))
     assert [each.result() for each in found] == [3] * count
 
 
-@pytest.mark.parametrize("few", [1, 64])
 @pytest.mark.parametrize("count", [2, 3])
 @pytest.mark.parametrize(
     ("here", "others", "names"),
@@ -121,8 +123,7 @@ def test_all_that_call_alike_hear_what_process_0_decided(loops_of, monkeypatch, 
         (records(3, saves(5)), records(4, saves(5)), (r"record_step\(3\)", r"record_step\(4\)")),
     ],
 )
-def test_calls_that_differ_are_named_in_all(loops_of, monkeypatch, here, others, names, count, few):
-    monkeypatch.setattr(lockstep, "_FEW", few)
+def test_calls_that_differ_are_named_in_all(loops_of, here, others, names, count):
     (told,) = raised(loops_of(count).run(here, others))
     first, second = names
     assert re.search(rf"found {first} in process 0 where process [12] called {second}\.", told)
@@ -131,7 +132,7 @@ def test_calls_that_differ_are_named_in_all(loops_of, monkeypatch, here, others,
 def restores(step: int, leaf: str = "x") -> Callable[[Lockstep], Any]:
     def loop(manager: Lockstep) -> Any:
         saves(2)(manager)
-        manager.meet(f"restore({step})", lambda: {leaf: "float32[3]"})
+        manager.meet(f"restore({step})", lambda: {leaf: "float32[3]"}, expect_same)
         return manager.decided(lambda: {"saved": 3}, "save(3)")["saved"]
 
     return loop
@@ -166,7 +167,7 @@ def test_who_asks_for_another_state_is_told_with_all_others_before_any_begins(lo
 def test_whose_restore_fails_before_it_begins_tells_the_others(loops_of, failing):
     def fails(manager: Lockstep) -> Any:
         saves(2)(manager)
-        manager.meet("restore(2)", lambda: 1 // 0)
+        manager.meet("restore(2)", lambda: 1 // 0, expect_same)
 
     every = [restores(2)] * 2
     every[failing] = fails
@@ -184,7 +185,7 @@ def test_restores_beside_the_loop_come_in_any_order(loops_of):
 
             def look(step: int) -> None:
                 loops._here.index = index
-                manager.meet(f"restore({step})", lambda: {"x": "float32[3]"})
+                manager.meet(f"restore({step})", lambda: {"x": "float32[3]"}, expect_same)
 
             saves(2)(manager)
             with ThreadPoolExecutor(2) as pool:
@@ -199,15 +200,13 @@ def test_restores_beside_the_loop_come_in_any_order(loops_of):
     assert [each.result() for each in found] == [3, 3]
 
 
-def test_who_waits_for_long_says_for_whom(loops_of, monkeypatch, caplog):
-    monkeypatch.setattr(processes, "_TOLD_AFTER_S", 0.0)
-
+def test_who_waits_for_long_says_for_whom(loops_of, caplog):
     def late(manager: Lockstep) -> Any:
         while "has waited for the same call of process 1 " not in caplog.text:
             time.sleep(0.01)
         return saves(2)(manager)
 
-    found = loops_of(2).run(saves(2), late)
+    found = loops_of(2, replace(QUICK, told_s=0.0)).run(saves(2), late)
     assert [each.result() for each in found] == [2, 2]
 
 
@@ -261,8 +260,7 @@ def test_a_call_that_waits_before_it_counts_does_not_wait_for_ever(loops_of, wai
     def records_with_all(manager: Lockstep) -> Any:
         saves(2)(manager)
         with manager.calls.pending("record_step(3)", is_own=True):
-            exchange = processes.exchange("copies")
-            assert exchange is not None
+            exchange = this_run.exchange("copies")
             exchange.watching(manager.calls).beside("sent").agree("send", {}, lambda _: {})
 
     every = [saves(2, 3)] * 2

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import threading
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -10,10 +11,16 @@ from typing import Any
 
 import jax
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
-from adacheck_jax.adapter import processes
-from adacheck_jax.adapter.processes import Patience, Processes, ServiceExchange
 from adacheck_jax.errors import AdaCheckError, MismatchError, ReplayError, StorageError
+from adacheck_jax.processes import run as this_run
+from adacheck_jax.processes.meetings import Exchange
+from adacheck_jax.processes.messages import Message
+from adacheck_jax.processes.run import Processes
+from adacheck_jax.processes.service import Patience
+from adacheck_jax.processes.waiting import WaitFacts, reason_to_end
 from tests.adapter.memory_service import MemoryService
 
 QUICK = Patience(look_s=0.05)
@@ -29,7 +36,7 @@ class Run:
         self.service, self.count = MemoryService(), count
         self.processes = [Processes(i, count, self.service, patience) for i in range(count)]
 
-    def exchanges(self, directory: str = "/run/3") -> list[ServiceExchange]:
+    def exchanges(self, directory: str = "/run/3") -> list[Exchange]:
         return [each.exchange(directory) for each in self.processes]
 
     def close(self) -> None:
@@ -60,7 +67,7 @@ def numbers(reports: Any) -> dict[str, Any]:
     return {"numbers": [report["number"] for report in reports]}
 
 
-def agreeing(exchange: ServiceExchange, number: int, **options: Any) -> Callable[[], Any]:
+def agreeing(exchange: Exchange, number: int, **options: Any) -> Callable[[], Any]:
     return lambda: exchange.agree("shares", {"number": number}, numbers, **options)
 
 
@@ -89,7 +96,7 @@ def test_an_error_of_the_judge_is_raised_in_all(run_of):
 @pytest.mark.parametrize("failing", [0, 2])
 def test_the_others_are_told_of_a_process_that_failed(run_of, failing):
     exchanges = run_of(3).exchanges()
-    exchanges[failing].fail("shares", ReplayError("other bits"))
+    exchanges[failing].fail(ReplayError("other bits"))
     others = [each for n, each in enumerate(exchanges) if n != failing]
     for each in together(*(agreeing(each, 0) for each in others)):
         with pytest.raises(ReplayError, match=f"process {failing} could not write its share.*bits"):
@@ -99,58 +106,52 @@ def test_the_others_are_told_of_a_process_that_failed(run_of, failing):
 @pytest.mark.parametrize("failing", [0, 2])
 def test_nobody_waits_for_a_process_that_failed_in_what_comes_later(run_of, failing):
     exchanges = run_of(3).exchanges()
-    exchanges[failing].fail("shares", StorageError("full"))
     others = [each for n, each in enumerate(exchanges) if n != failing]
-    calls = [
-        lambda e=each: e.agree("samples", {"number": 0}, numbers, before="shares")
-        for each in others
-    ]
-    for each in together(*calls):
+
+    def shares_at_once(exchange):
+        exchange.fail(StorageError("full"))
+
+    calls = [lambda e=each: e.agree("samples", {"number": 0}, numbers) for each in others]
+    _, *found = together(lambda: shares_at_once(exchanges[failing]), *calls)
+    for each in found:
         with pytest.raises(
             StorageError, match=f"process {failing} could not write its share.*full"
         ):
             each.result()
 
 
-@pytest.mark.parametrize("past", [0, 2])
-def test_nobody_waits_for_a_process_that_went_on(run_of, past):
-    """It waits in turn, until another one says that it failed for that reason."""
-    exchanges = run_of(3).exchanges()
-
-    def first_asking(exchange):
-        try:
-            return exchange.agree("samples", {"number": 0}, numbers, before="shares")
-        except AdaCheckError as error:
-            exchange.fail("shares", error)
-            raise
-
-    calls = [
-        agreeing(each, n) if n == past else (lambda e=each: first_asking(e))
-        for n, each in enumerate(exchanges)
-    ]
-    told = messages(together(*calls))
-    assert all(f"3 processes did not decide alike: process {past}" in each for each in told), told
-
-
-def test_an_answer_is_read_though_process_0_went_on_meanwhile(run_of, monkeypatch):
+def test_an_answer_is_read_though_its_process_fails_later(run_of):
     first, second = run_of(2).exchanges()
+    second.tell("shares", {"number": 1})
+    agreeing(first, 0)()
+    first.fail(OSError("disk full"))
+    assert second.hear("shares") == {"numbers": [0, 1]}
 
-    def went_on(*_):
-        first.agree("samples", {"number": 0}, numbers, before="shares")
-        first.tell("shares", {})
 
-    monkeypatch.setattr(second, "_check", went_on)
-    answer = second.agree("samples", {"number": 1}, numbers, before="shares")
-    assert answer == {"numbers": [0, 1]}
+def test_who_did_not_wait_for_the_answer_keeps_the_others_from_going_on(run_of):
+    first, second = run_of(2).exchanges()
+    second.tell("shares", {"number": 1})
+    second.fail(AdaCheckError("it took too long"), "wait any longer")
+    with pytest.raises(AdaCheckError, match="process 1 could not wait any longer"):
+        agreeing(first, 0)()
+
+
+def test_the_first_error_is_that_of_all(run_of):
+    exchanges = run_of(3).exchanges()
+    for n in (2, 0):
+        exchanges[n].fail(OSError("disk full"))
+    assert {str(each.error()) for each in exchanges} == {
+        "process 2 could not write its share (OSError: disk full). The step is not saved."
+    }
 
 
 def test_what_storage_refuses_one_process_is_a_refusal_to_all(run_of):
     first, second = run_of(2).exchanges()
-    assert first.refusal("shares") is None
-    second.fail("shares", OSError(5, "Input/output error"))
+    assert first.error() is None
+    second.fail(OSError(5, "Input/output error"))
     with pytest.raises(StorageError, match="process 1 could not write its share"):
         first.agree("shares", {"number": 0}, numbers)
-    assert isinstance(second.refusal("shares"), StorageError)
+    assert isinstance(second.error(), StorageError)
     with pytest.raises(StorageError, match="Input/output error"):
         second.hear("shares")
 
@@ -158,7 +159,7 @@ def test_what_storage_refuses_one_process_is_a_refusal_to_all(run_of):
 def test_a_failure_is_told_while_another_process_is_still_writing(run_of):
     """The report of process 1 is waited for first."""
     first, _, last, slow = run_of(4).exchanges()
-    last.fail("shares", OSError("disk full"))
+    last.fail(OSError("disk full"))
     for each in together(agreeing(first, 0), agreeing(slow, 3)):
         with pytest.raises(AdaCheckError, match=r"process 2 could not write.*disk full"):
             each.result()
@@ -184,7 +185,7 @@ def test_who_was_silent_in_one_wait_is_gone_in_the_next(run_of):
     with pytest.raises(AdaCheckError, match="no sign of life"):
         first.barrier("one", 60.0)
     assert first.silent([1]) == [1]
-    gone.client.key_value_set_bytes("adacheck/beat/1", b"back", allow_overwrite=True)
+    gone.post("adacheck/beat/1", Message({"number": "back"}))
     assert first.silent([1]) == []
 
 
@@ -217,7 +218,7 @@ def test_a_step_that_is_saved_again_is_another_exchange(run_of):
     run = run_of(2)
     one, other = run.exchanges(), run.exchanges("/run/4")
     again = run.exchanges()
-    one[1].fail("shares", OSError("disk full"))
+    one[1].fail(OSError("disk full"))
     for pair in (again, other):
         found = together(*(agreeing(each, n) for n, each in enumerate(pair)))
         assert [each.result() for each in found] == [{"numbers": [0, 1]}] * 2
@@ -252,7 +253,7 @@ def test_the_end_of_the_service_is_an_error_that_says_so(run_of):
     for each in (first, second):
         with pytest.raises(AdaCheckError, match=r"coordination service .* UNAVAILABLE: Socket"):
             agreeing(each, 0)()
-        each.fail("shares", OSError("disk full"))  # nobody can be told
+        each.fail(OSError("disk full"))  # nobody can be told
 
 
 def test_a_barrier_may_be_used_again_and_leaves_little(run_of):
@@ -273,8 +274,27 @@ def test_a_barrier_names_who_is_gone(run_of):
     assert "is not saved" not in str(found.value), "the step may be committed by then"
 
 
+@given(
+    st.lists(st.integers(0, 20), min_size=1, unique=True),
+    st.sets(st.integers(0, 20)),
+    st.booleans(),
+    st.booleans(),
+)
+def test_a_wait_ends_by_the_dead_or_in_time_and_names_whom_it_is_for(awaited, dead, over, late):
+    silent = [each for each in awaited if each in dead]
+    bounds = {"silence_s": 12.0, "is_over": over, "is_late": late}
+    why = reason_to_end(
+        WaitFacts(where="/run/3", loss="", awaited=awaited, silent=silent, **bounds)
+    )
+    assert bool(why) == bool(silent or over or late)
+    if why and not over:
+        named = (silent or awaited)[:10]
+        assert re.search(rf"of process(es)? {', '.join(map(str, named))}\b", why)
+        assert ("no sign of life for 12 s" in why) == bool(silent)
+
+
 def test_several_processes_without_a_service_are_refused(monkeypatch):
-    assert processes.exchange("/run/3") is None, "one process needs none"
+    assert this_run.exchange("/run/3").is_alone, "one process needs none"
     monkeypatch.setattr(jax, "process_count", lambda: 2)
     with pytest.raises(AdaCheckError, match=r"2 processes .* call jax.distributed.initialize"):
-        processes.exchange("/run/3")
+        this_run.exchange("/run/3")

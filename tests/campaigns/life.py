@@ -53,7 +53,6 @@ from orbax.checkpoint._src.multihost import multihost
 
 import adacheck_jax as adacheck
 from adacheck_jax.adapter.in_memory.replaying import _Reader
-from adacheck_jax.adapter.processes import ServiceExchange
 from adacheck_jax.device import transfer, trees
 from adacheck_jax.device.sending import Sender
 from adacheck_jax.errors import ReplayError
@@ -62,6 +61,7 @@ from adacheck_jax.memory.files import record_log
 from adacheck_jax.memory.files.journal import Journal
 from adacheck_jax.memory.files.record_log import RecordLog
 from adacheck_jax.memory.files.step_file import StepFile
+from adacheck_jax.processes.meetings import Exchange
 from adacheck_jax.save import commit, share
 from adacheck_jax.schedule import line as lines
 from adacheck_jax.schedule.waste import Schedule
@@ -200,10 +200,9 @@ def die_in_a_save(phase: str, victim: int) -> None:
     if phase == "before" and is_victim:
         patch(share, "write", die)
     if phase == "written" and is_victim:
-        patch(ServiceExchange, "agree", die)
+        patch(Exchange, "agree", die)
     if phase == "waiting" and is_victim:
-        patch(ServiceExchange, "_gather", die)
-        patch(ServiceExchange, "_answer", die)
+        patch(Exchange, "_heard", die)
     if phase == "waiting" and not is_victim:
         patch(share, "write", until_killed)
     if phase == "commit":  # by process 0

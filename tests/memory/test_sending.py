@@ -10,12 +10,13 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from adacheck_jax.adapter.processes import Patience, Processes
 from adacheck_jax.format.boxes import Box
 from adacheck_jax.memory.sending import plans
-from adacheck_jax.memory.sending.consent import Consent
 from adacheck_jax.memory.sending.plans import SendPlan, SentBox
 from adacheck_jax.memory.sending.wire import Received
+from adacheck_jax.processes.consent import Consent
+from adacheck_jax.processes.run import Processes
+from adacheck_jax.processes.service import Patience
 from tests.adapter.memory_service import MemoryService
 
 CHOICES = st.sampled_from(["the same", "another", "", None])

@@ -17,10 +17,9 @@ from collections.abc import Sequence
 import jax
 import orbax.checkpoint as ocp
 
-from adacheck_jax.adapter.away.lockstep import Lockstep
 from adacheck_jax.adapter.saving.lines import Lines
-from adacheck_jax.errors import StorageError, first_line
-from adacheck_jax.save.one_save import is_refusal
+from adacheck_jax.errors import StorageError, first_line, is_refusal
+from adacheck_jax.processes.lockstep import Lockstep
 from adacheck_jax.store.steps.lineage import shown_steps
 
 _log = logging.getLogger(__name__)
@@ -96,7 +95,6 @@ class Ending:
 
     def _finalize(self, step: int, steps_to_remove: list[int]) -> None:
         orbax, manager = ocp.CheckpointManager, self._manager
-        self._together.forget()
         was_stale, self._failure = self.is_stale, None
         try:  # what Orbax asks before may raise, while this goes on
             orbax._wait_for_checkpointers(manager)

@@ -17,8 +17,7 @@ from adacheck_jax.adapter.away.ending import Ending, goes_on
 from adacheck_jax.adapter.away.opening import Opener
 from adacheck_jax.adapter.away.promised import PromisedSteps
 from adacheck_jax.adapter.saving.share_future import MOMENT_S
-from adacheck_jax.errors import AdaCheckError
-from adacheck_jax.save.one_save import is_refusal
+from adacheck_jax.errors import AdaCheckError, is_refusal
 from adacheck_jax.store.storage.location import located
 
 

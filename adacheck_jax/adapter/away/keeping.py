@@ -28,13 +28,13 @@ from adacheck_jax.adapter.away import outage as outages
 from adacheck_jax.adapter.away.deciding import Action, Flight, StorageFacts, decide
 from adacheck_jax.adapter.away.ending import Ending
 from adacheck_jax.adapter.away.flight import SaveInFlight
-from adacheck_jax.adapter.away.lockstep import Lockstep
 from adacheck_jax.adapter.away.looking import Look
 from adacheck_jax.adapter.away.opening import Opener
 from adacheck_jax.adapter.away.promised import PromisedSteps
 from adacheck_jax.adapter.training_run import TrainingRun
 from adacheck_jax.errors import DifferingCallsError, StorageError, first_line
-from adacheck_jax.save.attempt import Report
+from adacheck_jax.processes.lockstep import Lockstep
+from adacheck_jax.processes.messages import Report
 from adacheck_jax.store.steps.lineage import shown_steps
 from adacheck_jax.store.storage.location import at, located
 

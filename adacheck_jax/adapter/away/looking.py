@@ -9,7 +9,7 @@ from concurrent.futures import Future, wait
 from adacheck_jax.adapter import directories
 from adacheck_jax.adapter.away import outage as outages
 from adacheck_jax.adapter.away.outage import Outage
-from adacheck_jax.save.one_save import is_refusal
+from adacheck_jax.errors import is_refusal
 from adacheck_jax.store.storage.location import Location, located
 
 _LOOK_S = 0.5

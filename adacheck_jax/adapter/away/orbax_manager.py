@@ -18,17 +18,18 @@ import jax
 import orbax.checkpoint as ocp
 from etils import epath
 
+from adacheck_jax.adapter import inputs
 from adacheck_jax.adapter.arguments import RestoreArgs, SaveArgs, expect_args
 from adacheck_jax.adapter.away import outage, restores
 from adacheck_jax.adapter.away.ending import Ending, goes_on
 from adacheck_jax.adapter.away.keeping import Keeping
-from adacheck_jax.adapter.away.lockstep import Lockstep
 from adacheck_jax.adapter.away.opening import Opener, is_own_thread
 from adacheck_jax.adapter.handler import AdaCheckHandler
 from adacheck_jax.adapter.inputs import expected_step
 from adacheck_jax.adapter.reports import expect_outside_callback
 from adacheck_jax.device.trees import PyTree
 from adacheck_jax.errors import AdaCheckError, Closing, noted_by
+from adacheck_jax.processes.lockstep import Lockstep
 from adacheck_jax.store.storage.location import located
 
 _log = logging.getLogger(__name__)
@@ -185,7 +186,8 @@ class AdaCheckManager(Closing, ocp.CheckpointManager):
         """
         call = f"restore({step})"
         expect_outside_callback(call)
-        self._together.meet(call, lambda: restores.described(args, self._item))
+        expect_same = functools.partial(inputs.expect_same, where=f"{self.directory}")
+        self._together.meet(call, lambda: restores.described(args, self._item), expect_same)
         self._opener.wait()
         is_own = directory is None  # of another root the manager lists no steps
         with restores.deletion_told(self, step) if is_own else contextlib.nullcontext():

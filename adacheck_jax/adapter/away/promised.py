@@ -10,11 +10,11 @@ from collections.abc import Sequence
 import jax
 
 from adacheck_jax.adapter.arguments import SaveArgs
-from adacheck_jax.adapter.away.lockstep import Lockstep
 from adacheck_jax.adapter.away.outage import Outage
 from adacheck_jax.adapter.training_run import TrainingRun
 from adacheck_jax.errors import AdaCheckError, DifferingCallsError, StorageError
-from adacheck_jax.save.attempt import Report
+from adacheck_jax.processes.lockstep import Lockstep
+from adacheck_jax.processes.messages import Report
 from adacheck_jax.save.line.kept import KeptSteps
 from adacheck_jax.store.steps.lineage import shown_steps
 

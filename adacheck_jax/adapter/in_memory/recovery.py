@@ -1,4 +1,4 @@
-"""Recovery of a state from the memory of all processes: how they agree, and give boxes away."""
+"""Recovery of a state from the memory of all processes: what all want, and who gets which box."""
 
 from __future__ import annotations
 
@@ -10,12 +10,13 @@ import numpy as np
 
 from adacheck_jax.adapter import inputs
 from adacheck_jax.adapter.arguments import Source
-from adacheck_jax.adapter.processes import ServiceExchange
 from adacheck_jax.device.trees import PyTree
 from adacheck_jax.format.boxes import Blocks, Box, batches, cuts_of
 from adacheck_jax.memory.files import step_file
 from adacheck_jax.memory.files.shadow_file import ShadowFileError
 from adacheck_jax.memory.files.step_file import FoundFile
+from adacheck_jax.processes.meetings import Exchange
+from adacheck_jax.processes.messages import Report
 from adacheck_jax.restore import shared_reads
 from adacheck_jax.restore.shared_reads import (
     SharedPart,
@@ -23,10 +24,8 @@ from adacheck_jax.restore.shared_reads import (
     put_together,
     users_of,
 )
-from adacheck_jax.save.attempt import Report
 from adacheck_jax.store.storage.location import AnyPath
 
-_TOPIC = "recovery"
 _BATCH_BYTES = 256 << 20
 """Bytes of leaves whose boxes are exchanged at once."""
 
@@ -35,63 +34,47 @@ class NoFilesError(ShadowFileError):
     """No process has a file of the root."""
 
 
-class RecoveringProcesses:
-    """Implements :class:`~adacheck_jax.memory.together.Together`, for one recovery.
+def expected_item(
+    exchange: Exchange, root: AnyPath, found: Sequence[FoundFile], named: str | None, wanted: PyTree
+) -> str:
+    """The item whose states the files of all processes have, if all want the same state.
+
+    Raises:
+        MismatchError: they want other leaves.
+        NoFilesError: there is none.
+        ValueError: there are several.
+    """
+    own: Report = {
+        "items": sorted({each.place.item for each in found}),
+        "state": {} if jax.process_count() == 1 else inputs.described(wanted),
+    }
+
+    def judge(reports: Sequence[Report]) -> Report:
+        inputs.expect_same([each["state"] for each in reports], str(root))
+        return {"items": sorted({x for each in reports for x in each["items"]})}
+
+    items = exchange.turn(own, judge)["items"]
+    if len(items) > 1:
+        raise several_items(items)
+    if not items:
+        of_item = "" if named is None else f" of item {named!r}"
+        raise NoFilesError(f"no process has states{of_item} of {root} in memory")
+    return items[0]
+
+
+class Delivery:
+    """Delivery of boxes between the processes of one recovery.
 
     Args:
         root: root of the steps.
-        exchange: exchange with the other processes; None if there is none.
 
     Attributes:
         source: the memory from which this process gets what its devices need.
     """
 
-    def __init__(self, root: AnyPath, exchange: ServiceExchange | None) -> None:
+    def __init__(self, root: AnyPath) -> None:
         self._root = root
-        self._exchange, self._count, self._last = exchange, 0, exchange
         self.source: Source = "memory"
-
-    def agree(self, own: Report, judge: Callable[[Sequence[Report]], Report]) -> Report:
-        """The answer to the reports of all processes; see the protocol."""
-        if self._exchange is None:
-            return judge([own])
-        here = self._exchange.beside(str(self._count))
-        self._count += 1
-        answer = here.agree(_TOPIC, own, judge)
-        if self._last is not None:
-            self._last.forget()  # all processes are here, so none waits at what was before
-        self._last = here
-        return answer
-
-    def fail(self, error: BaseException) -> None:
-        """Tells the others, who wait for this process at what comes next, that it failed."""
-        if self._exchange is not None:
-            self._exchange.beside(str(self._count)).fail(_TOPIC, error, "recover its part")
-
-    def item(self, found: Sequence[FoundFile], named: str | None, wanted: PyTree) -> str:
-        """The item whose states the files of all processes have, if all want the same state.
-
-        Raises:
-            MismatchError: they want other leaves.
-            NoFilesError: there is none.
-            ValueError: there are several.
-        """
-        own: Report = {
-            "items": sorted({each.place.item for each in found}),
-            "state": {} if self._exchange is None else inputs.described(wanted),
-        }
-
-        def judge(reports: Sequence[Report]) -> Report:
-            inputs.expect_same([each["state"] for each in reports], str(self._root))
-            return {"items": sorted({x for each in reports for x in each["items"]})}
-
-        items = self.agree(own, judge)["items"]
-        if len(items) > 1:
-            raise several_items(items)
-        if not items:
-            of_item = "" if named is None else f" of item {named!r}"
-            raise NoFilesError(f"no process has states{of_item} of {self._root} in memory")
-        return items[0]
 
     def deliver(
         self,
@@ -100,7 +83,10 @@ class RecoveringProcesses:
         own: Mapping[int, Blocks],
         ready: Callable[[], None],
     ) -> Callable[[int, Box], np.ndarray]:
-        """Gives each process the elements that its devices need; see the protocol."""
+        """Gives each process the elements that its devices need.
+
+        See :data:`~adacheck_jax.memory.together.Deliver`.
+        """
         process, parts = jax.process_index(), dict[int, list[tuple[Box, np.ndarray]]]()
         pieces = list[tuple[SharedPart, int]]()
         for i, of_box in givers.items():

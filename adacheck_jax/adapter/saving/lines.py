@@ -12,17 +12,17 @@ from collections.abc import Iterator
 
 import jax
 
-from adacheck_jax.adapter import processes
-from adacheck_jax.adapter.coordination.calls import Calls
-from adacheck_jax.adapter.in_memory.gate import Neighbours
-from adacheck_jax.adapter.processes import ServiceExchange
+from adacheck_jax.adapter.in_memory.neighbours import Neighbours
 from adacheck_jax.adapter.restoring import finding
 from adacheck_jax.errors import AdaCheckError
 from adacheck_jax.format.manifest import DeltaManifest
 from adacheck_jax.format.one_process import OneProcess
 from adacheck_jax.memory.files.step_file import FilePlace
-from adacheck_jax.memory.sending.consent import Consent
 from adacheck_jax.plan.options import Options
+from adacheck_jax.processes import run
+from adacheck_jax.processes.calls import Calls
+from adacheck_jax.processes.consent import Consent
+from adacheck_jax.processes.meetings import Exchange
 from adacheck_jax.save.line.kept import Keeper
 from adacheck_jax.save.saver import Saver
 from adacheck_jax.schedule.stopwatch import Clock
@@ -114,19 +114,18 @@ class Lines:
                     _learn_parents(self._options.keep_lineage, *place.line)
             return self._savers[place.line]
 
-    def exchange(self, where: object, *, is_save: bool = False) -> ServiceExchange | None:
-        """An exchange about a call that all processes make alike; None in a process alone."""
-        exchange = processes.exchange(where, is_save=is_save)
-        return exchange and exchange.watching(self.calls)
+    def exchange(self, where: object) -> Exchange:
+        """An exchange about a call that all processes make alike."""
+        return run.exchange(where, is_save=False).watching(self.calls)
 
     @contextlib.contextmanager
-    def consent(self, exchange: ServiceExchange | None) -> Iterator[Consent | None]:
+    def consent(self, exchange: Exchange) -> Iterator[Consent | None]:
         """Consent of all processes to collectives in a call of all of them, or their refusal.
 
         The call is told by its exchange, before anything fails in one of them.
         """
         found = None
-        if self._recorders and exchange is not None:
+        if self._recorders and not exchange.is_alone:
             found = Consent(exchange.beside("copies"))
         try:
             yield found

@@ -5,20 +5,18 @@
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
 import functools
 import logging
 import threading
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 import orbax.checkpoint as ocp
 from etils import epath
 
-from adacheck_jax.adapter import directories, inputs, processes
+from adacheck_jax.adapter import directories, inputs
 from adacheck_jax.adapter.arguments import KEPT, SaveArgs
-from adacheck_jax.adapter.processes import ServiceExchange
 from adacheck_jax.adapter.reports import Announcer, SaveReport, report_of
 from adacheck_jax.adapter.saving.lines import Lines
 from adacheck_jax.adapter.saving.share_future import ShareFuture
@@ -27,9 +25,12 @@ from adacheck_jax.adapter.stock.descriptions import ArrayEntry, stored_dtype
 from adacheck_jax.device import jax_settings
 from adacheck_jax.device.trees import PyTree
 from adacheck_jax.errors import AdaCheckError, storage_named
-from adacheck_jax.memory.sending.consent import Consent
+from adacheck_jax.processes import run
+from adacheck_jax.processes.consent import Consent
+from adacheck_jax.processes.meetings import ALONE, Exchange
+from adacheck_jax.processes.messages import Report
 from adacheck_jax.save import commit
-from adacheck_jax.save.attempt import BEGUN, Exchange, Report
+from adacheck_jax.save.attempt import BEGUN
 from adacheck_jax.save.one_save import Save
 from adacheck_jax.save.saver import Saver
 from adacheck_jax.schedule.stopwatch import Clock
@@ -53,7 +54,7 @@ class Begun:
         saver: saver of that line.
         save: the save.
         begin_s: reading of the clock when the caller called.
-        together: exchange of the processes that begin it; None if there is none.
+        together: exchange of the processes that begin it; that of one alone once all have.
         is_again: True if it writes what storage refused before.
         returned_s: reading of the clock when the rest was left to the background; 0 before.
         entries: arrays of a base that Orbax left to this library, by leaf path.
@@ -64,7 +65,7 @@ class Begun:
     saver: Saver
     save: Save
     begin_s: float
-    together: ServiceExchange | None
+    together: Exchange
     is_again: bool
     returned_s: float = 0.0
     entries: Mapping[str, ArrayEntry] = dataclasses.field(default_factory=dict)
@@ -76,8 +77,8 @@ class Begun:
         return self.save.directory
 
     @property
-    def exchange(self) -> Exchange | None:
-        """Exchange with the other processes; None if there is none."""
+    def exchange(self) -> Exchange:
+        """Exchange with the other processes."""
         return self.save.attempt.exchange
 
 
@@ -146,7 +147,7 @@ class Saves:
         self._lines.process.enter()
         if isinstance(args.state, PreparedSave):
             return args.state.into(directory)
-        return self._taken(directory, place, args, BEGUN)
+        return self._taken(directory, place, args)
 
     @jax_settings.own()
     def prepare(self, final: AnyPath, args: SaveArgs) -> PreparedSave:
@@ -156,24 +157,24 @@ class Saves:
         """
         self._lines.process.enter()
         place = functools.partial(roots.place_of, final, in_step=True)
-        begun, stored = self._taken(final, place, args, _PREPARED)
+        begun, stored = self._taken(final, place, args)
         self._meet(begun, _PREPARED)
         if not begun.save.is_base:
-            begun.returned_s, begun.together = self._clock(), None  # nothing is left that may fail
+            begun.returned_s, begun.together = self._clock(), ALONE  # nothing is left that may fail
             stored = dataclasses.replace(stored, state=None)  # which may be donated
         return PreparedSave(begun, stored)
 
     def _taken(
-        self, directory: AnyPath, place: Callable[[], Place], args: SaveArgs, topic: str
+        self, directory: AnyPath, place: Callable[[], Place], args: SaveArgs
     ) -> tuple[Begun, SaveArgs]:
-        """Takes what is saved out of a state; an error is told to who asks for the topic."""
+        """Takes what is saved out of a state; an error is told to all."""
         lines = self._lines
         final, begin_s = roots.committed_path(directory), self._clock()
-        exchange = processes.exchange(final)  # before anything is refused in one process alone
-        together, is_again = exchange and exchange.watching(lines.calls), args.state is KEPT
+        exchange = run.exchange(final)  # before anything is refused in one process alone
+        together, is_again = exchange.watching(lines.calls), args.state is KEPT
         try:
-            with _told(exchange, topic), lines.consent(exchange) as consent:
-                if exchange is not None:
+            with exchange.telling("begin to save"), lines.consent(exchange) as consent:
+                if not exchange.is_alone:
                     lines.meet()  # before anything that may fail in one of them alone
                 directories.check_writable(directory)
                 if is_again:
@@ -185,7 +186,7 @@ class Saves:
                     found, saver, save, stored = self._begin(final, place, args, exchange, consent)
                 return Begun(found.line, saver, save, begin_s, together, is_again), stored
         except BaseException:
-            lines.note_gap(is_lost=exchange is not None and not is_again)
+            lines.note_gap(is_lost=not (exchange.is_alone or is_again))
             raise
 
     def _begin(
@@ -193,7 +194,7 @@ class Saves:
         final: AnyPath,
         place: Callable[[], Place],
         args: SaveArgs,
-        exchange: Exchange | None,
+        exchange: Exchange,
         consent: Consent | None,
     ) -> tuple[Place, Saver, Save, SaveArgs]:
         state = inputs.checked_state(args.state, args.save_args)
@@ -253,7 +254,7 @@ class Saves:
         Raises:
             AdaCheckError: another process could not, or some save a base and others a delta.
         """
-        if begun.together is not None:
+        if not begun.together.is_alone:
             own, judge = {"is_base": begun.save.is_base}, functools.partial(_alike, begun.final)
             try:
                 begun.together.agree(topic, own, judge)
@@ -263,7 +264,7 @@ class Saves:
 
     def _refuse(self, begun: Begun, error: Exception) -> None:
         """Notes that several processes do not go on with a save that was begun."""
-        if begun.together is not None:
+        if not begun.together.is_alone:
             begun.saver.refuse(begun.save, error, is_again=begun.is_again)
             self._lines.note_gap(is_lost=not begun.is_again)
 
@@ -274,7 +275,7 @@ class Saves:
         save = begun.save
         if save.keeps:
             self._described = dataclasses.replace(stored, state=described(stored.state))
-        with _told(begun.exchange, BEGUN):
+        with begun.exchange.telling("begin to save"):
             futures, begun.entries = await self._stock.write(
                 epath.Path(str(directory)), stored.state, stored.save_args, stored.custom_metadata
             )
@@ -336,14 +337,3 @@ def _alike(where: AnyPath, reports: Sequence[Report]) -> Report:
                 "handlers have the same options."
             )
     return {}
-
-
-@contextlib.contextmanager
-def _told(exchange: Exchange | None, topic: str) -> Iterator[None]:
-    """Tell the other processes of an error, or they would wait for this one."""
-    try:
-        yield
-    except BaseException as error:  # an interrupt, too
-        if exchange is not None:
-            exchange.fail(topic, error, "begin to save")
-        raise

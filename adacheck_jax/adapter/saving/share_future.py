@@ -13,8 +13,8 @@ from orbax.checkpoint.future import CommitFutureAwaitingContractedSignals
 
 from adacheck_jax.device import jax_settings
 from adacheck_jax.errors import StorageError
+from adacheck_jax.processes.meetings import Exchange
 from adacheck_jax.save import share
-from adacheck_jax.save.attempt import SHARES, Exchange
 from adacheck_jax.save.one_save import Save
 from adacheck_jax.store.base_writer import ArrayLayout
 from adacheck_jax.store.steps import roots
@@ -47,7 +47,7 @@ class ShareFuture(ocp.Future):
         """Wait until the share is durable."""
         self._go.set()
         begin_s, longest_s = time.monotonic(), math.inf if timeout is None else timeout
-        if (exchange := self._save.attempt.exchange) is not None:
+        if not (exchange := self._save.attempt.exchange).is_alone:
             self._wait_for_directories(exchange, begin_s + longest_s)
         left_s = begin_s + longest_s - time.monotonic()
         return self._begun.result(None if timeout is None else max(left_s, 0.0))
@@ -59,7 +59,7 @@ class ShareFuture(ocp.Future):
             AdaCheckError: it could not; or they are not there in the time that Orbax allows.
         """
         while not self._is_writing.wait(_LOOK_S) and time.monotonic() < until_s:
-            if (error := exchange.refusal(SHARES)) is not None:
+            if (error := exchange.error()) is not None:
                 raise error
             try:
                 self._begun.result(0.0)
@@ -68,7 +68,7 @@ class ShareFuture(ocp.Future):
             except Exception as late:
                 where = self._save.directory
                 error = StorageError(f"{where}: expected its directory, found none in time")
-                exchange.fail(SHARES, error)
+                exchange.fail(error)
                 raise error from late
 
     def cancel(self) -> None:

@@ -20,7 +20,7 @@ from adacheck_jax.adapter.training_run import TrainingRun
 from adacheck_jax.adapter.v1 import options
 from adacheck_jax.device.trees import PyTree
 from adacheck_jax.errors import storage_named
-from adacheck_jax.save.attempt import Report
+from adacheck_jax.processes.messages import Report
 from adacheck_jax.store.steps import deletion, roots
 from adacheck_jax.store.steps.marks import COMMIT_MARK, TREE_METADATA
 from adacheck_jax.store.steps.roots import is_stock
@@ -145,17 +145,10 @@ class _Rest:
         here, whichever that is.
         """
         exchange = self._begun.exchange
-        try:
+        with exchange.telling("write its share"):
             for future in self.commit_futures:
                 future.result()
-        except Exception as error:
-            if exchange is not None:
-                exchange.fail(_COMMIT, error)
-            raise
-        if exchange is None:
-            self._commit(path)
-        else:
-            exchange.agree(_COMMIT, {}, lambda _: self._commit(path))
+        exchange.agree(_COMMIT, {}, lambda _: self._commit(path))
 
     def _commit(self, path: AnyPath) -> Report:
         with storage_named(self._begun.final):

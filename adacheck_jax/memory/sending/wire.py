@@ -18,9 +18,10 @@ from adacheck_jax.device import transfer
 from adacheck_jax.format.boxes import Blocks, Box
 from adacheck_jax.memory.holdings import HeldBox
 from adacheck_jax.memory.sending import plans
-from adacheck_jax.memory.sending.consent import Asking, Consent
 from adacheck_jax.memory.sending.plans import SendPlan
 from adacheck_jax.memory.shadow import ShadowThread
+from adacheck_jax.processes.consent import Consent
+from adacheck_jax.processes.meetings import Exchange
 from adacheck_jax.state.exported_update import ExportedUpdate
 from adacheck_jax.state.snapshot import Snapshot
 
@@ -86,7 +87,7 @@ class Wire:
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="adacheck_consent")
         self._plans: dict[tuple[int, int, frozenset[int]], tuple[Any, SendPlan]] = {}
         self._sending: tuple[SendPlan, Any, Future[bool], Received] | None = None
-        self._past: list[Asking] = []
+        self._past: list[Exchange] = []
 
     def begin(
         self,

@@ -21,7 +21,8 @@ from adacheck_jax.memory.free_memory import free_bytes
 from adacheck_jax.plan import situation
 from adacheck_jax.plan.save_plan import SavePlan
 from adacheck_jax.plan.situation import BackgroundFacts
-from adacheck_jax.save.attempt import SHARES, Attempt, Report
+from adacheck_jax.processes.messages import Report
+from adacheck_jax.save.attempt import Attempt
 from adacheck_jax.save.line.notices import tell_given_up
 from adacheck_jax.save.line.parents import Line
 from adacheck_jax.save.one_save import Committed, Save
@@ -142,8 +143,8 @@ class Keeper:
     def tell_others(self, number: int, error: BaseException) -> None:
         """Tells the others that a save has failed before its share was written, if it has."""
         save = self._save_of(number)
-        if save and save.attempt.exchange and not (save.agreed or save.error):
-            save.attempt.exchange.fail(SHARES, error)
+        if save and not (save.agreed or save.error):
+            save.attempt.exchange.fail(error)
 
     def committed(self) -> Report:
         """The manifest of the step that process 0 has committed, for the others; in a store.

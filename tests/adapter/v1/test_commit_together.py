@@ -10,9 +10,10 @@ from typing import Any
 
 import pytest
 
-from adacheck_jax.adapter.processes import Patience, Processes
 from adacheck_jax.adapter.v1.handler import _Rest
 from adacheck_jax.errors import AdaCheckError
+from adacheck_jax.processes.run import Processes
+from adacheck_jax.processes.service import Patience
 from tests.adapter.memory_service import MemoryService
 
 

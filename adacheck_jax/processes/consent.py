@@ -5,32 +5,14 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from concurrent.futures import Executor, Future
-from typing import Protocol
 
 from adacheck_jax.errors import AdaCheckError
-from adacheck_jax.memory.peers import Report
+from adacheck_jax.processes.meetings import Exchange
+from adacheck_jax.processes.messages import Report
 
 _TOPIC = "send"
-
-
-class Asking(Protocol):
-    """Reports of all processes to each other about one call of all of them."""
-
-    def agree(self, topic: str, own: Report, judge: Callable[[Sequence[Report]], Report]) -> Report:
-        """The judge's answer to the reports of all; waits for them.
-
-        Raises:
-            AdaCheckError: a process is gone, or makes another call.
-        """
-        ...
-
-    def tell(self, topic: str, report: Report) -> None:
-        """Posts this process's report, or as process 0 the answer, and waits for nobody."""
-
-    def forget(self) -> None:
-        """Lets go of what was told, once all processes are past this call."""
 
 
 class Consent:
@@ -43,7 +25,7 @@ class Consent:
         is_used: True once this process has asked, or refused.
     """
 
-    def __init__(self, exchange: Asking) -> None:
+    def __init__(self, exchange: Exchange) -> None:
         self.exchange, self.is_used = exchange, False
 
     def ask(self, what: str) -> bool:

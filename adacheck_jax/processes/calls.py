@@ -1,8 +1,8 @@
 """Calls of the processes about one line of steps, which all of them have to make alike.
 
 Where one records a step that the others save, each would wait in what the others never come to. So
-each process tells its calls, with its beats and before it enters a collective of Orbax, which
-nobody could leave again; and who waits compares them.
+each process tells its calls, with its beats and with each message about such a call; and who hears
+or waits compares them. Behind such a call comes a collective of Orbax, which nobody could leave.
 """
 
 # Threads: a training loop's notes; those of the beats and of consents read, and set ``error``.
@@ -10,15 +10,13 @@ nobody could leave again; and who waits compares them.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 
 from adacheck_jax.errors import DifferingCallsError
+from adacheck_jax.processes.messages import Told
 
 _TOLD = 32
 """Number of the last calls that are told and compared."""
-
-Told = tuple[int, Sequence[str]]
-"""Number of all calls of a process, and the last ones of them."""
 
 
 class Calls:
@@ -30,7 +28,7 @@ class Calls:
         where: root of the steps, for messages.
 
     Attributes:
-        key: key below which they are told; empty before the first one.
+        key: key below which they are told; empty as long as they are not told.
         error: the difference from those of another process, in words; empty as long as none is
             known.
     """
@@ -71,7 +69,7 @@ class Calls:
         """The calls, for other processes."""
         return self._made
 
-    def difference(self, here: int, process: int, told: Told) -> str:
+    def difference(self, here: int, process: int, told: Told, *, is_waiting: bool = False) -> str:
         """The first difference between the calls of a process and those here, in words, or "".
 
         One that has made fewer calls may yet make the same.
@@ -80,9 +78,12 @@ class Calls:
             here: index of this process.
             process: index of the other one.
             told: its calls.
+            is_waiting: True if this process waits for it in vain, maybe in a call that counts only
+                if it does something.
         """
         count, last = self._made
-        own = _numbered((count + len(self._pending), (*last, *self._pending)))
+        pending = self._pending if is_waiting else ()
+        own = _numbered((count + len(pending), (*last, *pending)))
         others = _numbered(told)
         n = next((n for n in own if others.get(n, own[n]) != own[n]), None)
         if n is None:
