@@ -3,8 +3,8 @@
     python -m tests.campaigns.executed
 
 names in ``tests/spare.txt`` the tests that wait for their slice, as slow ones do: those that take
-long, and execute no line that is not left to two others. Of two that execute the same the quicker
-one stays. The record is that of :mod:`tests.campaigns.mutations`, and holds the spare ones too.
+long, and two other tests execute each of their lines. Of tests that execute the same the quicker
+ones stay. The record is that of :mod:`tests.campaigns.mutations`, and holds the spare ones too.
 
 This module is a plugin of pytest too, by which :func:`recorded` has the tests measured. Functions
 that keep what they have computed, and programs that JAX has traced, are forgotten where the next
@@ -168,7 +168,7 @@ class Record:
 
 
 def spare(record: Record) -> list[str]:
-    """The tests that take long, and are the last ones to execute none of their lines."""
+    """The tests that take long, and leave each of their lines to so many others as it needs."""
     executed: dict[str, list[int]] = {test: [] for test in record.seconds}
     counts = list[int]()
     for lines in record.lines.values():
