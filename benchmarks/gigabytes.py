@@ -1,21 +1,26 @@
-"""Host memory that saves and restores take, beside stock Orbax's.
+"""Time, CPU and host memory that saves and restores of gigabytes take, beside stock Orbax's.
 
-    python -m benchmarks.host_memory --mb 1600
+    python -m benchmarks.gigabytes --mb 1600
 
-Float32 params under AdamW in arrays of 4 MB, on one CPU device, whose memory is the host's. Each
-figure is from a process of its own. Peaks are of resident memory: of saves above that of the
-training without them, of a restore above the process before it. The size is that of the state with
-the record; stock Orbax saves params and the optimizer's state without one.
+Float32 params under AdamW in arrays of 4, 9 and 16 MB, on one CPU device, whose memory is the
+host's. Each way saves in a process of its own, and each restore has one. Every save is waited for,
+and nothing trains meanwhile, so that its CPU can be told. Peaks are of resident memory: of saves
+above that of the training without them, of a restore above the process before it. The size is that
+of the state with the record; stock Orbax saves params and the optimizer's state without one.
 """
 
 from __future__ import annotations
 
 import argparse
+import contextlib
 import json
+import os
+import statistics
 import subprocess
 import sys
 import tempfile
 import time
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -30,7 +35,7 @@ from benchmarks.speed.measure import forget_peak, memory_bytes
 
 WAYS = {"full checks": True, "by sample": True, "stock Orbax": False}
 """Each way to save, and if it has a Recorder."""
-SIDE = 1024
+SIDES = (1024, 1536, 2048)
 GB = 1e9
 
 
@@ -39,11 +44,15 @@ def _setting(way: str, mb: int) -> tuple[Any, Any, Any]:
     tx: Any = optax.adamw(1e-3)
     if WAYS[way]:
         tx = adacheck.Recorder(tx)
-    count = max(1, mb * 1_000_000 // (4 * SIDE * SIDE * 4))  # params, two moments, a gradient
+    sizes, left = list[int](), mb * 1_000_000 // 16  # params, two moments, a gradient, of 4 bytes
+    while left > 0:
+        sizes.append(SIDES[len(sizes) % len(SIDES)])
+        left -= sizes[-1] ** 2
 
     def begin() -> dict[str, Any]:
-        keys = jax.random.split(jax.random.key(0), count)
-        params = {f"{i:05}": jax.random.normal(key, (SIDE, SIDE)) for i, key in enumerate(keys)}
+        keys = jax.random.split(jax.random.key(0), len(sizes))
+        pairs = enumerate(zip(sizes, keys, strict=True))
+        params = {f"{i:05}": jax.random.normal(key, (n, n)) for i, (n, key) in pairs}
         return {"params": params, "opt": tx.init(params)}
 
     def train(state: dict[str, Any], step: int) -> dict[str, Any]:
@@ -63,8 +72,8 @@ def _manager(way: str, root: Path, tx: Any) -> ocp.CheckpointManager:
     return ocp.CheckpointManager(root, item_handlers=handler)
 
 
-def _save(way: str, root: Path, mb: int, steps: int) -> dict[str, float]:
-    """Saves every step of a run; the peak in bytes of the base alone, and of all."""
+def _save(way: str, root: Path, mb: int, steps: int) -> dict[str, Any]:
+    """Saves every step of a run: seconds, CPU seconds and blocked seconds of each, and peaks."""
     tx, begin, train = _setting(way, mb)
     state = jax.block_until_ready(train(begin(), jnp.int32(0)))
     forget_peak()
@@ -72,19 +81,25 @@ def _save(way: str, root: Path, mb: int, steps: int) -> dict[str, float]:
         state = jax.block_until_ready(train(state, jnp.int32(step)))
     before, first = memory_bytes("VmHWM"), 0
     size = sum(each.nbytes for each in jax.tree.leaves(state))
+    costs = list[tuple[float, float, float]]()
     with _manager(way, root, tx) as manager:
         for step in range(steps):
+            begin_s, begin_cpu_s = time.monotonic(), time.process_time()
             save = adacheck.SaveArgs(state) if WAYS[way] else ocp.args.StandardSave(state)
             manager.save(step, args=save)
+            blocked_s = time.monotonic() - begin_s
             del save
             manager.wait_until_finished()
+            wall_s, cpu_s = time.monotonic() - begin_s, time.process_time() - begin_cpu_s
+            costs.append((wall_s, cpu_s, blocked_s))
             first = first or memory_bytes("VmHWM") - before
             state = jax.block_until_ready(train(state, jnp.int32(step + 3)))
-        return {"size": size, "first": first, "peak": memory_bytes("VmHWM") - before}
+        peak = memory_bytes("VmHWM") - before
+    return {"size": size, "first": first, "peak": peak, "costs": costs}
 
 
 def _restore(way: str, root: Path, mb: int, step: int) -> dict[str, float]:
-    """Restores one step; its peak in bytes, and its seconds."""
+    """Restores one step: its peak in bytes, its seconds, and those of CPU."""
     tx, begin, _ = _setting(way, mb)
     where = jax.sharding.SingleDeviceSharding(jax.devices()[0])
     wanted = jax.tree.map(
@@ -93,15 +108,30 @@ def _restore(way: str, root: Path, mb: int, step: int) -> dict[str, float]:
     restore = adacheck.RestoreArgs(wanted) if WAYS[way] else ocp.args.StandardRestore(wanted)
     with _manager(way, root, tx) as manager:
         forget_peak()
-        before, begin_s = memory_bytes("VmRSS"), time.monotonic()
+        before, begin_s, cpu_s = memory_bytes("VmRSS"), time.monotonic(), time.process_time()
         jax.block_until_ready(manager.restore(step, args=restore))
-        seconds = time.monotonic() - begin_s
-        return {"peak": memory_bytes("VmHWM") - before, "seconds": seconds}
+        wall_s, cpu_s = time.monotonic() - begin_s, time.process_time() - cpu_s
+        return {"peak": memory_bytes("VmHWM") - before, "wall_s": wall_s, "cpu_s": cpu_s}
 
 
-def _measured(*arguments: Any) -> dict[str, float]:
+@contextlib.contextmanager
+def _memory_at_hand() -> Iterator[None]:
+    """Free memory is given to a file of zeros, from which whoever takes memory gets it at once.
+
+    A virtual machine may give free memory back to its host, and gets it slowly, 2 to 4 s a GB.
+    Pages of a file are not free, and the system takes them without a write.
+    """
+    with tempfile.TemporaryFile() as file:
+        file.truncate(os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE"))
+        while file.read(1 << 24):
+            pass
+        yield
+
+
+def _measured(*arguments: Any) -> dict[str, Any]:
     command = [sys.executable, "-m", __spec__.name, "--child", *map(str, arguments)]
-    done = subprocess.run(command, stdout=subprocess.PIPE, text=True, check=True)
+    with _memory_at_hand():
+        done = subprocess.run(command, stdout=subprocess.PIPE, text=True, check=True)
     return json.loads(done.stdout.splitlines()[-1])
 
 
@@ -118,17 +148,24 @@ def main() -> None:
         print(json.dumps(run(way, Path(root), int(mb), int(steps.removeprefix("=")))))
         return
     print(environment())
-    print("| | state GB | first save | all saves | restore: first step | last step |")
-    print("|---|---|---|---|---|---|")
+    titles = "state GB", "first save: s, CPU s", "a later save: s, CPU s, blocked ms"
+    titles += "peak of the first save", "of all", "restore of the first: s, CPU s, peak"
+    print("| |", " | ".join([*titles, "of the last"]), "|")
+    print("|---" * 8 + "|")
     for way in WAYS:
         with tempfile.TemporaryDirectory() as directory:
             args = way, Path(directory) / "root", given.mb
             saved = _measured(*args, given.steps)
             restored = [_measured(*args, f"={step}") for step in (0, given.steps - 1)]
-        size = saved["size"]
-        peaks = [saved["first"], saved["peak"], *(each["peak"] for each in restored)]
-        cells = [f"{peak / GB:.2f} ({peak / size:.2f} x)" for peak in peaks]
-        print(f"| {way} | {size / GB:.2f} |", " | ".join(cells), "|", flush=True)
+        size, (first, *later) = saved["size"], saved["costs"]
+        wall_s, cpu_s, blocked_s = map(statistics.median, zip(*later, strict=True))
+        peaks = [f"{saved[x] / GB:.2f} ({saved[x] / size:.2f} x)" for x in ("first", "peak")]
+        cells = [f"{size / GB:.2f}", f"{first[0]:.2f}, {first[1]:.2f}"]
+        cells += [f"{wall_s:.2f}, {cpu_s:.2f}, {1000 * blocked_s:.0f}", *peaks]
+        for each in restored:
+            peak = f"{each['peak'] / GB:.2f} ({each['peak'] / size:.2f} x)"
+            cells.append(f"{each['wall_s']:.2f}, {each['cpu_s']:.2f}, {peak}")
+        print(f"| {way} |", " | ".join(cells), "|", flush=True)
 
 
 if __name__ == "__main__":
