@@ -96,6 +96,32 @@ def checkpoint_manager(
     format_ = options.step_name_format
     step = format_.build_name(0) if format_ else options.step_prefix or ""
     directories.expect_names(place, step, [item, *(items or {})])
+    own, found = handler_and_options(place, recorder, options, handler, max_to_keep, usual)
+    handlers = own if items is None else {item: own, **items}
+    made = AdaCheckManager(own, place, item_handlers=handlers, options=found, metadata=metadata)
+    if not (found.read_only or made.all_steps()):  # a restore that comes first it would hold up
+        xla_call.begin()
+    return made
+
+
+def handler_and_options(
+    place: epath.Path,
+    recorder: RecorderArgument,
+    options: ocp.CheckpointManagerOptions,
+    handler: HandlerOptions,
+    max_to_keep: int | None = NEWEST,
+    usual: int | None = None,
+) -> tuple[AdaCheckHandler, ocp.CheckpointManagerOptions]:
+    """A handler, and the options of a manager that agrees with it.
+
+    Args:
+        place: the root.
+        recorder: as for :class:`AdaCheckHandler`.
+        options: the caller's.
+        handler: options of the handler.
+        max_to_keep: as a caller gave it, beside the options.
+        usual: number of the newest steps to keep where nothing is said; None for all.
+    """
     rules = {name: each for name in _RULES if (each := getattr(options, name)) is not None}
     newest = rules.get("max_to_keep", usual) if isinstance(max_to_keep, _Unsaid) else max_to_keep
     keep = shared_policy(
@@ -106,12 +132,7 @@ def checkpoint_manager(
         handler["shadow"] = dataclasses.replace(shadow, background_bases=False)
     agreed = with_adaptive_policy(options.save_decision_policy, handler)
     own = AdaCheckHandler(recorder, keep_lineage=keep, **agreed)
-    handlers = own if items is None else {item: own, **items}
-    found = _keeping_by(keep, options, place)
-    made = AdaCheckManager(own, place, item_handlers=handlers, options=found, metadata=metadata)
-    if not (found.read_only or made.all_steps()):  # a restore that comes first it would hold up
-        xla_call.begin()
-    return made
+    return own, _keeping_by(keep, options, place)
 
 
 def shared_policy(
