@@ -158,10 +158,28 @@ class Ties:
         return frozenset(path.split("/")[0] for path in (*params, *(n.prefix for n in nodes)))
 
 
+def _expect_known(args: Any, known: tuple[type, ...], done: str) -> None:
+    """Raises ValueError where a trainer's subclass of arguments says more than Orbax's class."""
+    base = next(each for each in known if isinstance(args, each))
+    names = {each.name for each in dataclasses.fields(base)}
+    for each in dataclasses.fields(args):
+        if each.name not in names and getattr(args, each.name) not in (None, each.default):
+            raise ValueError(
+                f"expected arguments of {base.__name__} alone, found {type(args).__name__} with "
+                f"{each.name}=, of which this library does not know the meaning. Nothing was "
+                f"{done}; leave it out."
+            )
+
+
 def save_args(args: Any) -> SaveArgs:
-    """Arguments of this library that say the same as stock ones of a save."""
+    """Arguments of this library that say the same as stock ones of a save.
+
+    Raises:
+        ValueError: a trainer's subclass of them says more.
+    """
     if isinstance(args, SaveArgs):
         return args
+    _expect_known(args, _SAVES, "saved")
     said, usual = args.save_args, ocp.SaveArgs()
     if said is not None and all(each in (None, usual) for each in jax.tree.leaves(said)):
         said = None
@@ -197,10 +215,11 @@ def restore_args(args: Any) -> RestoreArgs:
     """Arguments of this library that ask for the same as stock ones of a restore; None for all.
 
     Raises:
-        ValueError: they ask for a transformation that Orbax alone knows.
+        ValueError: they ask for a transformation that Orbax or a trainer alone knows.
     """
     if args is None or isinstance(args, RestoreArgs):
         return args or RestoreArgs()
+    _expect_known(args, _RESTORES, "restored")
     if isinstance(args, ocp.args.StandardRestore):
         names = ("item", "strict", "support_layout", "fallback_sharding")
     else:

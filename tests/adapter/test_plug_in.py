@@ -22,6 +22,8 @@ BOTH = "model_params+optimizer_state"
 class OwnSave(ocp.args.StandardSave):
     """Arguments as a trainer subclasses them."""
 
+    note: str = ""
+
 
 class OwnManager(ocp.CheckpointManager):
     """A manager as a trainer subclasses it."""
@@ -359,6 +361,8 @@ def test_arguments_that_are_refused(tmp_path):
             manager.save(0, {"model_params": params})
         with pytest.raises(ValueError, match=r"without '\+'"):
             manager.save(0, args=ocp.args.Composite(**{"a+b": ocp.args.PyTreeSave(params)}))
+        with pytest.raises(ValueError, match="OwnSave with note="):
+            manager.save(0, args=ocp.args.Composite(model_params=OwnSave(params, note="new")))
         save_steps(manager, run, [0])
         asked = {
             "model_params": ocp.args.StandardRestore(params, strict=False),
