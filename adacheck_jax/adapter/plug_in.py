@@ -14,16 +14,17 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, Unpack
 
 import orbax.checkpoint as ocp
+from etils import epath
 from orbax.checkpoint.checkpoint_manager import DEFAULT_ITEM_NAME
 
 from adacheck_jax.adapter import directories, trainer_items
 from adacheck_jax.adapter.away.orbax_manager import AdaCheckManager
-from adacheck_jax.adapter.handler import HandlerOptions
+from adacheck_jax.adapter.handler import AdaCheckHandler, HandlerOptions
 from adacheck_jax.adapter.manager import handler_and_options
 from adacheck_jax.adapter.trainer_items import StepItems, Ties
 from adacheck_jax.device.loops import xla_call
 from adacheck_jax.errors import AdaCheckError
-from adacheck_jax.update.binding import RecorderArgument, recorders_of
+from adacheck_jax.update.binding import RecorderArgument
 
 
 @contextlib.contextmanager
@@ -63,7 +64,7 @@ def plug_in(
         ValueError: options that contradict each other, or that belong to an API that Orbax has
             given up.
     """
-    recorders_of(recorder)  # a wrong one is an error here, and not in the trainer
+    AdaCheckHandler(recorder, **handler).close()  # what is wrong is an error here
     block = _Block(recorder, handler)
     # Never taken back: Python's own __new__ would refuse arguments once it was replaced.
     ocp.CheckpointManager.__new__ = _new
@@ -166,7 +167,8 @@ class TrainerManager(AdaCheckManager):
                 "items=. Nothing was saved."
             )
         args, tied, others = self._ties.saving(args)
-        self._item = tied or next(iter(others), None)
+        unnamed = "" if isinstance(args, ocp.args.Composite) else None
+        self._item = tied or next(iter(others), unnamed)
         self.handler.run.lines.note_updates({**dict.fromkeys(others, False), tied: True})
         return super().save(step, items, save_kwargs, metrics, force, args, custom_metadata)
 
@@ -212,4 +214,7 @@ class TrainerManager(AdaCheckManager):
         return dataclasses.replace(found, item_metadata=type(described)(**shown))
 
     def _held(self, step: int, root: Any) -> StepItems:
-        return StepItems.of(self._get_read_step_directory(step, directories.root_path(str(root))))
+        try:
+            return StepItems.of(self._get_read_step_directory(step, epath.Path(root)))
+        except ValueError:  # there is no such step, where names have a prefix
+            return StepItems({})

@@ -35,6 +35,8 @@ _log = logging.getLogger(__name__)
 
 _BETWEEN = "+"
 """Stands between the names of items that are saved together."""
+_KEPT_COUNT = 8
+"""Combinations of items that are remembered."""
 ParamsPath = str | Mapping[str, str] | None
 _SAVES = (ocp.args.StandardSave, ocp.args.PyTreeSave, SaveArgs)
 _HANDLERS = (ocp.StandardCheckpointHandler, ocp.PyTreeCheckpointHandler)
@@ -99,7 +101,8 @@ class Ties:
 
     Args:
         has_recorder: False if the handler has no Recorder, so that no update ties anything.
-        params_path: as given to the handler.
+        params_path: as given to the handler. Of params and optimizer state in different items it
+            begins with the name of an item.
     """
 
     def __init__(self, has_recorder: bool, params_path: ParamsPath) -> None:
@@ -135,17 +138,19 @@ class Ties:
             return frozenset()
         key = tuple((name, jax.tree.structure(each)) for name, each in states.items())
         if key not in self._known:
-            self._known.clear()
+            if len(self._known) >= _KEPT_COUNT:
+                self._known.clear()
             self._known[key] = self._found(states)
         return self._known[key]
 
     def _found(self, states: Mapping[str, PyTree]) -> frozenset[str]:
-        for name, state in states.items():  # one has all: then it is saved as it is
-            leaves = leaf_types(trees.flatten(state)[0])
-            with contextlib.suppress(RecorderError):
-                if (nodes := find_nodes([*leaves])) and all(each.record for each in nodes):
-                    recorded_params(nodes, leaves, self._params_path)
-                    return frozenset({name})
+        if self._params_path is not None:  # below the one item that has all, or with its name
+            for name, state in states.items():
+                leaves = leaf_types(trees.flatten(state)[0])
+                with contextlib.suppress(RecorderError):
+                    if nodes := find_nodes([*leaves]):
+                        recorded_params(nodes, leaves, self._params_path)
+                        return frozenset({name})
         leaves = leaf_types(trees.flatten({**states})[0])
         if not (nodes := find_nodes([*leaves])):
             _log.warning(
@@ -155,7 +160,13 @@ class Ties:
             )
             return frozenset()
         params = recorded_params(nodes, leaves, self._params_path)
-        return frozenset(path.split("/")[0] for path in (*params, *(n.prefix for n in nodes)))
+        tied = frozenset(path.split("/")[0] for path in (*params, *(n.prefix for n in nodes)))
+        if self._params_path is not None and len(tied) == 1:
+            raise RecorderError(
+                f"expected params_path below the item {min(tied)!r}, which is saved alone, found "
+                f"{self._params_path!r}. Leave the name of the item out of it."
+            )
+        return tied
 
 
 def _expect_known(args: Any, known: tuple[type, ...], done: str) -> None:
@@ -276,7 +287,7 @@ class StepItems:
             else:
                 described = functools.partial(metadata, self.directories[holder])
                 asked[holder] = _parts(holder, each, described)
-        return next(iter(parts), None), ocp.args.Composite(**asked)
+        return next(iter(parts), ""), ocp.args.Composite(**asked)
 
 
 def _parts(

@@ -322,6 +322,47 @@ def test_without_a_recorder_each_item_is_a_line(tmp_path):
             assert_same_bits(found[name], saved[2][name])
 
 
+@pytest.mark.parametrize("prefix", [None, "ckpt"])
+def test_items_without_a_pytree(tmp_path, prefix):
+    recorder, run = new_run()
+    data = ocp.args.Composite(custom_metadata=ocp.args.JsonSave({"seen": 1}))
+    asked = ocp.args.Composite(custom_metadata=ocp.args.JsonRestore())
+    with plugged(tmp_path, recorder, step_prefix=prefix) as manager:
+        manager.save(0, args=data)
+        assert manager.restore(0, args=asked)["custom_metadata"] == {"seen": 1}
+        both = ocp.args.Composite(**saving(run), **data)
+        train(*run)
+        manager.save(1, args=both)
+        manager.wait_until_finished()
+        assert manager.restore(1, args=asked)["custom_metadata"] == {"seen": 1}
+        with pytest.raises(FileNotFoundError, match="step 7 not found; there: 0 to 1"):
+            manager.restore(7, args=restoring(run))
+        with pytest.raises((FileNotFoundError, ValueError)):
+            manager.metadata(7)
+
+
+def test_params_that_only_a_name_tells_from_others(tmp_path):
+    recorder, run = new_run()
+    items = states(run)
+    twin = ocp.args.PyTreeSave(jax.tree.map(jnp.copy, items["model_params"]))
+    for item, path in (("params", "opt/params"), (None, "params")):
+        opt = {"state": items["optimizer_state"], **({"params": items["model_params"]})}
+        args = ocp.args.Composite(opt=ocp.args.PyTreeSave(opt), ema=twin)
+        with adacheck.plug_in(recorder, params_path=path) as made:
+            manager = trainer_manager(tmp_path / path.replace("/", "_"))
+        assert made == [manager]
+        with manager:
+            if item:
+                with pytest.raises(adacheck.AdaCheckError, match="below the item 'opt'"):
+                    manager.save(0, args=args)
+            else:
+                manager.save(0, args=args)
+    assert kinds_of(tmp_path / "params", "opt") == kinds_of(tmp_path / "params", "ema") == "B"
+    manager = plugged(tmp_path / "none", recorder)
+    with manager, pytest.raises(adacheck.AdaCheckError, match="Say which of them"):
+        manager.save(0, args=args)
+
+
 def test_best_steps_stay(tmp_path):
     recorder, run = new_run()
     make = {"max_to_keep": 1, "best_fn": lambda metrics: metrics["loss"], "best_mode": "min"}
@@ -350,6 +391,10 @@ def test_a_block_without_a_manager_is_an_error():
     with pytest.raises(KeyError, match="own"), adacheck.plug_in():  # no other error hides it
         raise KeyError("own")
     with pytest.raises(TypeError, match="expected a Recorder"), adacheck.plug_in("adam"):
+        pass
+    with pytest.raises(ValueError, match="expected delta to be"), adacheck.plug_in(delta="all"):
+        pass
+    with pytest.raises(TypeError, match="max_to_keep"), adacheck.plug_in(max_to_keep=3):
         pass
 
 
