@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import logging
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -13,7 +14,7 @@ import pytest
 from flax import nnx
 
 import adacheck_jax as adacheck
-from tests.support import assert_same_bits, host_copy, kinds_of
+from tests.support import abstract, assert_same_bits, dict_run, host_copy, kinds_of, mesh_of
 
 BOTH = "model_params+optimizer_state"
 
@@ -180,6 +181,25 @@ def test_a_run_goes_on_and_saves_deltas(root_and_saved, tmp_path):
     )
 
 
+def test_two_items_on_another_mesh(tmp_path):
+    run = dict_run(mesh_of((4, 2)))
+    items = dict[str, Any]()
+    with plugged(tmp_path, run.recorder) as manager:
+        for step in range(2):
+            run.advance()
+            items = {name: run.state[name] for name in ("params", "opt_state")}
+            args = {name: ocp.args.StandardSave(each) for name, each in items.items()}
+            manager.save(step, args=ocp.args.Composite(**args))
+        for name, each in items.items():
+            wanted = abstract(each, mesh_of((2, 2)))
+            args = {name: ocp.args.StandardRestore(wanted)}
+            found = manager.restore(1, args=ocp.args.Composite(**args))[name]
+            assert_same_bits(found, host_copy(each))
+            for own, other in zip(jax.tree.leaves(found), jax.tree.leaves(wanted), strict=True):
+                assert own.sharding == other.sharding
+    assert kinds_of(tmp_path, "opt_state+params") == "BD"
+
+
 def test_params_without_the_optimizer(tmp_path, caplog):
     recorder, run = new_run()
     with plugged(tmp_path, recorder) as manager:
@@ -272,6 +292,7 @@ def test_one_tree_keeps_its_name_and_others_beside_it(tmp_path, caplog, how):
         manager.wait_until_finished()
         assert kinds_of(tmp_path, item) == "BDD"
         assert kinds_of(tmp_path, "timer") == "BBB"
+        assert manager.handler.last_save.kind == "delta"
     with plugged(tmp_path, recorder, make) as manager:
         asked = {
             item: ocp.args.StandardRestore(state),

@@ -97,9 +97,10 @@ class Lines:
                 only[1].note_gap(is_lost=is_lost)
 
     def note_updates(self, items: Mapping[str | None, bool]) -> None:
-        """Notes which items have states that a Recorder's update computes; others have bases alone.
+        """Notes which items have states that a Recorder's update computes: all, unless told.
 
-        An item of which that changes begins a new line. Unless they are told, all have.
+        Others have bases alone, which no report tells. An item of which that changes begins a new
+        line.
         """
         with self._lock:
             plain = self._plain - {*items} | {name for name, has in items.items() if not has}
@@ -107,6 +108,10 @@ class Lines:
             gone = [self._savers.pop(line) for line in [*self._savers] if line[1] in changed]
         for saver in gone:
             saver.close()
+
+    def has_bases_alone(self, line: Line) -> bool:
+        """True for an item of which :meth:`note_updates` said that no update computes it."""
+        return bool(self._recorders) and line[1] in self._plain
 
     def saver_of(self, place: Place) -> Saver:
         """The saver of a line of steps, which the first call makes."""
@@ -123,7 +128,7 @@ class Lines:
         with self._lock:
             if place.line not in self._savers:
                 given = self._recorders, self._options, self._clock, file, peers
-                if item in self._plain and self._recorders:
+                if self.has_bases_alone(place.line):
                     bases = dataclasses.replace(self._options, max_deltas=0, shadow=None)
                     given = {}, bases, self._clock, None, None
                 self._savers[place.line] = Saver(*given, keeps=self.keeps_refused)
