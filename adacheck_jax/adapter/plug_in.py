@@ -186,6 +186,7 @@ class TrainerManager(AdaCheckManager):
             args = trainer_items.restore_args(args) if trainer_items.is_tree(args) else args
             found = super().restore(step, items, restore_kwargs, directory, args)
             return trainer_items.apart(found) if isinstance(found, ocp.args.Composite) else found
+        self.wait_until_finished()  # as Orbax's restore; then what was saved last is there
         number = self.latest_step() if step is None and directory is None else step
         held = StepItems({}) if number is None else self._held(number, directory or self.directory)
         self._item, asked = held.restoring(args, self.handler.metadata)
