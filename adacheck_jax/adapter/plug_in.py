@@ -166,6 +166,8 @@ class TrainerManager(AdaCheckManager):
                 f"plug_in: expected save({step}, args=...), found no args=; Orbax has given up "
                 "items=. Nothing was saved."
             )
+        if not force and not self.should_save(step):
+            return False
         args, tied, others = self._ties.saving(args)
         unnamed = "" if isinstance(args, ocp.args.Composite) else None
         self._item = tied or next(iter(others), unnamed)

@@ -384,6 +384,18 @@ def test_params_that_only_a_name_tells_from_others(tmp_path):
         manager.save(0, args=args)
 
 
+def test_the_trainers_options_say_when_to_save(tmp_path):
+    recorder, run = new_run()
+    with plugged(tmp_path, recorder, save_interval_steps=2, max_to_keep=2) as manager:
+        saved = []
+        for step in range(7):
+            train(*run)
+            saved.append(manager.save(step, args=saving(run)))
+        manager.wait_until_finished()
+        assert saved == [True, False] * 3 + [True]
+        assert manager.all_steps() == [4, 6]
+
+
 def test_best_steps_stay(tmp_path):
     recorder, run = new_run()
     make = {"max_to_keep": 1, "best_fn": lambda metrics: metrics["loss"], "best_mode": "min"}
