@@ -1,6 +1,11 @@
 """Trainers from the registry, killed and resumed; each where it is installed.
 
-They need environments of their own: the comments of ``examples/trainers`` have the versions.
+They need environments of their own, in which ``python -m pytest -o addopts= THIS_FILE`` runs them::
+
+    pip install -e . pytest pytest-timeout pytest-xdist hypothesis google-tunix==0.1.7 jax==0.10.2
+
+kauldron's dependencies take pip long to resolve: ``--no-deps kauldron==1.4.2``, and all that it
+requires but xmanager.
 """
 
 from __future__ import annotations
