@@ -31,6 +31,7 @@ if TYPE_CHECKING:  # for type checkers and editors; must name what _names names
         SaveReport,
     )
     from adacheck_jax.adapter.manager import AdaCheckManager, checkpoint_manager
+    from adacheck_jax.adapter.plug_in import plug_in
     from adacheck_jax.errors import AdaCheckError
     from adacheck_jax.plan.options import Shadow
     from adacheck_jax.processes.run import wait_for_processes
@@ -56,6 +57,7 @@ __all__ = [
     "Shadow",
     "checkpoint_manager",
     "latest_restorable",
+    "plug_in",
     "separate_update",
     "wait_for_processes",
 ]
@@ -67,6 +69,7 @@ _name, __dir__ = lazy.names_of(
         # The arguments too: importing the handler makes both known to Orbax.
         "adapter.handler": "AdaCheckHandler RestoreArgs RestoreInfo SaveArgs SaveReport",
         "adapter.manager": "AdaCheckManager checkpoint_manager",
+        "adapter.plug_in": "plug_in",
         "errors": "AdaCheckError",
         "plan.options": "Shadow",
         "processes.run": "wait_for_processes",

@@ -92,10 +92,44 @@ def checkpoint_manager(
         )
     place, usual = directories.root_path(root), NEWEST if options is None else None
     options = options or ocp.CheckpointManagerOptions()
-    _refuse(options, item, items or {})
+    if twice := {item, "metrics"} & {*(items or {})}:
+        raise ValueError(
+            f"expected items beside {item!r}, which is the state, and the metrics, found "
+            f"{sorted(twice)}. Leave them out: metrics go to manager.save(..., metrics=...)."
+        )
+    own, found = handler_and_options(place, recorder, options, handler, max_to_keep, usual)
     format_ = options.step_name_format
     step = format_.build_name(0) if format_ else options.step_prefix or ""
     directories.expect_names(place, step, [item, *(items or {})])
+    handlers = own if items is None else {item: own, **items}
+    made = AdaCheckManager(own, place, item_handlers=handlers, options=found, metadata=metadata)
+    if not (found.read_only or made.all_steps()):  # a restore that comes first it would hold up
+        xla_call.begin()
+    return made
+
+
+def handler_and_options(
+    place: epath.Path,
+    recorder: RecorderArgument,
+    options: ocp.CheckpointManagerOptions,
+    handler: HandlerOptions,
+    max_to_keep: int | None = NEWEST,
+    usual: int | None = None,
+) -> tuple[AdaCheckHandler, ocp.CheckpointManagerOptions]:
+    """A handler, and the options of a manager that agrees with it.
+
+    Args:
+        place: the root.
+        recorder: as for :class:`AdaCheckHandler`.
+        options: the caller's.
+        handler: options of the handler.
+        max_to_keep: as a caller gave it, beside the options.
+        usual: number of the newest steps to keep where nothing is said; None for all.
+
+    Raises:
+        ValueError: options that contradict each other, or cannot be kept; the message names them.
+    """
+    _refuse(options)
     rules = {name: each for name in _RULES if (each := getattr(options, name)) is not None}
     newest = rules.get("max_to_keep", usual) if isinstance(max_to_keep, _Unsaid) else max_to_keep
     keep = shared_policy(
@@ -106,12 +140,7 @@ def checkpoint_manager(
         handler["shadow"] = dataclasses.replace(shadow, background_bases=False)
     agreed = with_adaptive_policy(options.save_decision_policy, handler)
     own = AdaCheckHandler(recorder, keep_lineage=keep, **agreed)
-    handlers = own if items is None else {item: own, **items}
-    found = _keeping_by(keep, options, place)
-    made = AdaCheckManager(own, place, item_handlers=handlers, options=found, metadata=metadata)
-    if not (found.read_only or made.all_steps()):  # a restore that comes first it would hold up
-        xla_call.begin()
-    return made
+    return own, _keeping_by(keep, options, place)
 
 
 def shared_policy(
@@ -183,7 +212,7 @@ def _keeping_by(
     return found
 
 
-def _refuse(options: Any, item: str, items: Mapping[str, Any]) -> None:
+def _refuse(options: Any) -> None:
     if not isinstance(options, ocp.CheckpointManagerOptions):
         raise ValueError(
             "expected options=ocp.CheckpointManagerOptions(...), found "
@@ -196,11 +225,6 @@ def _refuse(options: Any, item: str, items: Mapping[str, Any]) -> None:
             "expected options for all processes of the job, found MultiprocessingOptions("
             f"primary_host={parts.primary_host}, active_processes={parts.active_processes}): "
             "a step is saved by all, and committed by the first. Leave these options out."
-        )
-    if twice := {item, "metrics"} & {*items}:
-        raise ValueError(
-            f"expected items beside {item!r}, which is the state, and the metrics, found "
-            f"{sorted(twice)}. Leave them out: metrics go to manager.save(..., metrics=...)."
         )
 
 

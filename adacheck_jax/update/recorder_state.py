@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -163,3 +163,35 @@ def _node_at(prefix: str, count: str, paths: Sequence[str]) -> RecorderNode:
 
     fields = (RECORD_FIELD, EXTRA_FIELD, PASSED_FIELD, INNER_FIELD, REDUCED_FIELD)
     return RecorderNode(prefix, count, *map(under, fields))
+
+
+def places_without_recorder(
+    wanted: Mapping[str, Any], found: Collection[str]
+) -> dict[str, str | None]:
+    """Leaf path of each leaf of a state with Recorders in the state of a run that knew none.
+
+    What lay at ``opt_state/1/0/mu`` has become ``opt_state/1/adacheck_inner/0/mu``.
+
+    Args:
+        wanted: leaves of the state with Recorders, abstract or not, by leaf path.
+        found: leaf paths of the other state.
+
+    Returns:
+        The paths, by leaf path of the state with Recorders; None for a leaf that the other state
+        need not have: a Recorder's own, and one without elements. If the other state has Recorders
+        too, each leaf has its own path.
+    """
+    places: dict[str, str | None] = {path: path for path in wanted}
+    for node in find_nodes([*wanted]):
+        places |= dict.fromkeys((node.count, *node.record.values(), *node.extra.values()))
+        inner = {path: consumed_leaf(path) for path in node.passed.values()}
+        for path in (*inner, *node.inner.values()):
+            below = inner.get(path, path).removeprefix(node.prefix).removeprefix("/")
+            below = below.removeprefix(INNER_FIELD)
+            places[path] = f"{node.prefix}{below}" if node.prefix else below.removeprefix("/")
+    own = [path for path, place in places.items() if place != path]
+    if own and all(path in found for path in own):
+        places = {path: path for path in wanted}
+    places |= {path: None for path in wanted if is_result(path) and path not in found}
+    empty = (path for path, leaf in wanted.items() if 0 in np.shape(leaf))
+    return places | dict.fromkeys(path for path in empty if places[path] not in found)

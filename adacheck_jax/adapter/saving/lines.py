@@ -7,8 +7,9 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import threading
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 
 import jax
 
@@ -56,6 +57,7 @@ class Lines:
         self.keeps_refused = False
         self._lock, self._meeting = threading.Lock(), threading.Lock()
         self._savers: dict[Line, Saver] = {}
+        self._plain = frozenset[str | None]()
         shadow = options.shadow
         self._neighbours = Neighbours(shadow) if shadow and shadow.directory is not None else None
 
@@ -94,6 +96,23 @@ class Lines:
             if (only := self.only) is not None:
                 only[1].note_gap(is_lost=is_lost)
 
+    def note_updates(self, items: Mapping[str | None, bool]) -> None:
+        """Notes which items have states that a Recorder's update computes: all, unless told.
+
+        Others have bases alone, which no report tells. An item of which that changes begins a new
+        line.
+        """
+        with self._lock:
+            plain = self._plain - {*items} | {name for name, has in items.items() if not has}
+            changed, self._plain = plain ^ self._plain, plain
+            gone = [self._savers.pop(line) for line in [*self._savers] if line[1] in changed]
+        for saver in gone:
+            saver.close()
+
+    def has_bases_alone(self, line: Line) -> bool:
+        """True for an item of which :meth:`note_updates` said that no update computes it."""
+        return bool(self._recorders) and line[1] in self._plain
+
     def saver_of(self, place: Place) -> Saver:
         """The saver of a line of steps, which the first call makes."""
         with self._lock:
@@ -109,6 +128,9 @@ class Lines:
         with self._lock:
             if place.line not in self._savers:
                 given = self._recorders, self._options, self._clock, file, peers
+                if self.has_bases_alone(place.line):
+                    bases = dataclasses.replace(self._options, max_deltas=0, shadow=None)
+                    given = {}, bases, self._clock, None, None
                 self._savers[place.line] = Saver(*given, keeps=self.keeps_refused)
                 if self._options.keep_lineage is not None:
                     _learn_parents(self._options.keep_lineage, *place.line)

@@ -297,8 +297,9 @@ class Saves:
                 chunks = {path: each.chunk_shape for path, each in begun.names.items()}
                 digests = self._stock.finalize(epath.Path(str(directory)), begun.entries, chunks)
             commit.commit(begun.save, directory, digests)
-        self.last = report_of(begun.save, directory, begun.begin_s, begun.returned_s)
-        self._announcer.tell_saved(self.last)
+        if not self._lines.has_bases_alone(begun.line):
+            self.last = report_of(begun.save, directory, begun.begin_s, begun.returned_s)
+            self._announcer.tell_saved(self.last)
 
     @jax_settings.own()
     def record_step(

@@ -1,11 +1,19 @@
-"""Restore of a step that stock Orbax saved, without verification."""
+"""Restore of a step that stock Orbax saved, without verification.
+
+The run that saved it may have known no Recorder: then the state of the optimizer that a Recorder
+wraps is read from where it was, and what the Recorder keeps for itself is as ``init`` makes it.
+"""
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Mapping
 from typing import Any
 
+import jax
+import jax.numpy as jnp
 import numpy as np
+import orbax.checkpoint as ocp
 
 from adacheck_jax.adapter.arguments import RestoreArgs
 from adacheck_jax.adapter.stock.base_checkpoint import StockCheckpoints
@@ -17,6 +25,7 @@ from adacheck_jax.format.boxes import Box, cuts_of
 from adacheck_jax.format.manifest import Leaf
 from adacheck_jax.restore import check
 from adacheck_jax.store.storage.location import AnyPath
+from adacheck_jax.update.recorder_state import places_without_recorder
 
 
 def restore(
@@ -38,8 +47,13 @@ def restore(
             "require_exact=True."
         )
     tree = stock.metadata(directory).tree
+    saved, (asked, treedef) = trees.flatten(tree)[0], trees.flatten(args.abstract_state)
+    places = places_without_recorder(asked, saved)
+    if has_other := any(path != place for path, place in places.items()):
+        named = {place: asked[path] for path, place in places.items() if place is not None}
+        args = dataclasses.replace(args, abstract_state=named)
     wanted, _ = trees.flatten(args.abstract_state)
-    leaves = [_leaf(x, each, wanted.get(x)) for x, each in trees.flatten(tree)[0].items()]
+    leaves = [_leaf(x, each, wanted.get(x)) for x, each in saved.items()]
     target = Target(args, leaves, tree, directory)
     read = stock.read_by_orbax(directory, target.placements(), tree)
     for leaf in leaves:
@@ -53,7 +67,26 @@ def restore(
         else:
             check.check_types([found], [leaf], directory)
     converted = target.converted(read)
-    return target.finish(read), converted
+    finished = target.finish(read)
+    if has_other:
+        values = [_with_recorder(asked[path], place, finished) for path, place in places.items()]
+        finished = trees.unflatten(treedef, values)
+    return finished, converted
+
+
+def _with_recorder(wanted: Any, place: str | None, leaves: dict[str, Any]) -> Any:
+    """A leaf of a state with Recorders; of one that is taken twice copies, which may be donated."""
+    if place is not None:
+        found = leaves[place]
+        leaves[place] = jnp.copy(found) if isinstance(found, jax.Array) else found
+        return found
+    if wanted is ocp.PLACEHOLDER or not hasattr(wanted, "dtype"):
+        return wanted
+    sharding = transfer.placement_of(wanted)
+    if sharding is np.ndarray:
+        return np.zeros(np.shape(wanted), wanted.dtype)
+    zeros = jnp.zeros(np.shape(wanted), wanted.dtype, device=sharding)
+    return transfer.like(zeros, wanted)
 
 
 def _leaf(path: str, described: Any, wanted: Any) -> Leaf:

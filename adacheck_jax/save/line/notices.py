@@ -128,7 +128,8 @@ def tell_given_up(steps: Collection[int], why: str) -> None:
 
 _REMEDIES = {
     "the update counter": "Save or record (record_step) every step that makes an update; of two "
-    "handlers that take turns each sees every second step alone.",
+    "handlers that take turns each sees every second step alone. Where one compiled call makes "
+    'several updates (a scan over minibatches), save differences: delta="bits".',
     "does not follow": "Give steps ascending numbers, and each training run a root and a handler "
     "of its own.",
     "no parent step": "The newest step is deleted before the next one is saved, or another handler "

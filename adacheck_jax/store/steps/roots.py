@@ -56,7 +56,7 @@ def items_of(root: AnyPath, *, committed: bool = True) -> list[AnyPath]:
         committed: False for those whose save was interrupted or is under way instead, though they
             are named as committed.
     """
-    found = [path for places in _places(root) for path in places if _is_ours(path)]
+    found = [path for places in _places(root) for path in places if is_ours(path)]
     return [path for path in found if is_committed(path) == committed]
 
 
@@ -66,7 +66,7 @@ def _places(root: AnyPath) -> Iterator[list[AnyPath]]:
         yield [step, *_directories(step)]
 
 
-def _is_ours(path: AnyPath) -> bool:
+def is_ours(path: AnyPath) -> bool:
     """True if a directory holds our folder; an item may have our folder's name."""
     traces = (manifest_file.FILE, LINEAGE, BASE, KEPT, IN_PLACE)
     return any(at(path / name).exists for name in traces) or any(

@@ -6,7 +6,6 @@ lay at ``opt_state/1/0/mu`` goes to ``opt_state/1/adacheck_inner/0/mu``.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from typing import Any
 
 import jax
@@ -15,7 +14,7 @@ import numpy as np
 
 from adacheck_jax.device import transfer, trees
 from adacheck_jax.device.trees import PyTree
-from adacheck_jax.update.recorder_state import INNER_FIELD, consumed_leaf, find_nodes, is_result
+from adacheck_jax.update.recorder_state import places_without_recorder
 
 
 def import_state(old: PyTree, state: PyTree) -> PyTree:
@@ -44,7 +43,7 @@ def import_state(old: PyTree, state: PyTree) -> PyTree:
     """
     wanted, treedef = trees.flatten(state)
     found, _ = trees.flatten(old)
-    places = _places(wanted, found)
+    places = places_without_recorder(wanted, found)
     leaves = {place: wanted[path] for path, place in places.items() if place is not None}
     trees.check_same_leaves(
         {place: _type_of(leaf, found.get(place)) for place, leaf in leaves.items()},
@@ -62,28 +61,6 @@ def import_state(old: PyTree, state: PyTree) -> PyTree:
         values.append(leaf if place is None else _like(leaf, found[place], place in seen))
         seen.update(() if place is None else [place])
     return trees.unflatten(treedef, values)
-
-
-def _places(wanted: Mapping[str, Any], found: Mapping[str, Any]) -> dict[str, str | None]:
-    """Path in the old state of each leaf; None for a leaf that it need not have.
-
-    Without Recorders a state has no leaves of their own, and those of a wrapped state are where
-    they were before it was wrapped.
-    """
-    places: dict[str, str | None] = {path: path for path in wanted}
-    for node in find_nodes([*wanted]):
-        places |= dict.fromkeys((node.count, *node.record.values(), *node.extra.values()))
-        inner = {path: consumed_leaf(path) for path in node.passed.values()}
-        for path in (*inner, *node.inner.values()):
-            below = inner.get(path, path).removeprefix(node.prefix).removeprefix("/")
-            below = below.removeprefix(INNER_FIELD)
-            places[path] = f"{node.prefix}{below}" if node.prefix else below.removeprefix("/")
-    own = [path for path, place in places.items() if place != path]
-    if own and all(path in found for path in own):  # it had the Recorder already
-        places = {path: path for path in wanted}
-    places |= {path: None for path in wanted if is_result(path) and path not in found}
-    empty = (path for path, leaf in wanted.items() if 0 in np.shape(leaf))
-    return places | dict.fromkeys(path for path in empty if places[path] not in found)
 
 
 def _type_of(leaf: Any, other: Any) -> str:
