@@ -69,17 +69,22 @@ def restore(
     converted = target.converted(read)
     finished = target.finish(read)
     if has_other:
-        values = [_with_recorder(asked[path], place, finished) for path, place in places.items()]
+        taken = set[str]()
+        values = [
+            _with_recorder(asked[path], place, finished, taken) for path, place in places.items()
+        ]
         finished = trees.unflatten(treedef, values)
     return finished, converted
 
 
-def _with_recorder(wanted: Any, place: str | None, leaves: dict[str, Any]) -> Any:
-    """A leaf of a state with Recorders; of one that is taken twice copies, which may be donated."""
+def _with_recorder(
+    wanted: Any, place: str | None, leaves: Mapping[str, Any], taken: set[str]
+) -> Any:
+    """A leaf of a state with Recorders; a copy where it was taken before: both may be donated."""
     if place is not None:
-        found = leaves[place]
-        leaves[place] = jnp.copy(found) if isinstance(found, jax.Array) else found
-        return found
+        found, is_taken = leaves[place], place in taken
+        taken.add(place)
+        return jnp.copy(found) if is_taken and isinstance(found, jax.Array) else found
     if wanted is ocp.PLACEHOLDER or not hasattr(wanted, "dtype"):
         return wanted
     sharding = transfer.placement_of(wanted)
