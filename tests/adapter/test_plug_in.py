@@ -458,3 +458,16 @@ def test_arguments_that_are_refused(tmp_path):
 @pytest.fixture(autouse=True)
 def _warnings(caplog):
     caplog.set_level(logging.WARNING)
+
+
+def test_a_leaf_of_a_stock_step_that_is_taken_twice_has_two_buffers(tmp_path):
+    tx = optax.inject_hyperparams(optax.adamw)(learning_rate=1e-3)
+    params = {"w": jnp.ones(8)}
+    with ocp.CheckpointManager(tmp_path / "root") as stock:
+        stock.save(0, args=ocp.args.StandardSave({"params": params, "opt": tx.init(params)}))
+    recorder = adacheck.Recorder(tx)
+    state = {"params": params, "opt": recorder.init(params)}
+    with adacheck.checkpoint_manager(tmp_path / "root", recorder) as manager:
+        state = manager.restore(0, args=adacheck.RestoreArgs(state))
+    pointers = [x.unsafe_buffer_pointer() for x in jax.tree.leaves(state) if x.size]
+    assert len({*pointers}) == len(pointers)  # else a donating step refuses the state
