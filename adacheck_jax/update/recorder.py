@@ -26,6 +26,7 @@ from adacheck_jax.device import jax_settings, trees
 from adacheck_jax.device.jax_settings import Arithmetic
 from adacheck_jax.device.trees import PyTree
 from adacheck_jax.errors import RecorderError
+from adacheck_jax.format import byte_loops
 from adacheck_jax.update.derived import Derived, DerivedFunction
 from adacheck_jax.update.pinning.fence import fence, zero_of
 from adacheck_jax.update.pinning.pinned_function import PinnedFunction
@@ -248,6 +249,9 @@ class Recorder(optax.GradientTransformationExtraArgs):
             return RecorderState((), (), {}, {}, InnerElsewhere())
         inner, extra = self.tx.init(params), self._extra.zeros()
         record = empty_record(params, self.dtype)
+        # The first save fingerprints the state, and a compiler is done sooner than training begins.
+        state = jax.tree.leaves((params, inner, record))
+        byte_loops.expect(sum(x.size * x.dtype.itemsize for x in state if hasattr(x, "dtype")))
         known = self._learn(params, inner, record, extra)
         passed = picked(map(passed_key, known.passed), inner)
         slots = known.reduced

@@ -11,6 +11,7 @@ from jax.sharding import PartitionSpec as P
 from adacheck_jax import Recorder
 from adacheck_jax.device import trees
 from adacheck_jax.errors import RecorderError
+from adacheck_jax.format import byte_loops
 from adacheck_jax.update import RecorderState
 from adacheck_jax.update.recorder_state import find_nodes
 from tests.support import assert_same_bits, host_copy, mesh_of
@@ -316,3 +317,14 @@ def test_optax_finds_the_learning_rate_that_the_next_update_takes():
 def test_what_is_no_transformation_or_no_type_of_gradients_is_refused(tx, options, found):
     with pytest.raises(RecorderError, match=found):
         Recorder(tx, **options)
+
+
+@pytest.mark.parametrize(("side", "is_begun"), [(16, False), (8192, True)])
+def test_a_large_model_has_its_fingerprints_compiled_before_it_is_saved(
+    side, is_begun, monkeypatch
+):
+    begun = list[bool]()
+    monkeypatch.setattr(byte_loops._compiler, "begin", lambda: begun.append(True))
+    params = {"kernel": jax.ShapeDtypeStruct((side, side), jnp.float32), "key": jax.random.key(0)}
+    jax.eval_shape(Recorder(optax.sgd(0.1)).init, params)
+    assert bool(begun) is is_begun
