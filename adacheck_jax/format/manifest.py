@@ -199,6 +199,10 @@ class Update:
         """Indices of the leaves that the updates of these recorders consume."""
         return self._of(updates, self.record, 2) | self._of(updates, self.extra, 3)
 
+    def brought_by(self, delta: Delta) -> frozenset[int]:
+        """Indices of the leaves that the updates of a delta consume, as it stores them."""
+        return self.consumed_by(delta.updates).intersection(delta.stored)
+
     def _of(self, updates: Collection[int], leaves: Sequence[int], n: int) -> frozenset[int]:
         ends = [*itertools.accumulate(sizes[n] for sizes in self.parts)]
         own = [leaves[ends[k] - sizes[n] : ends[k]] for k, sizes in enumerate(self.parts)]

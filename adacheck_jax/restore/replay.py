@@ -45,7 +45,8 @@ def replay_onto(
     Args:
         leaves: leaves of the step before the deltas, as they were read onto their target shardings;
             None for one that nobody asked for, or its ``jax.ShapeDtypeStruct`` if updates consume
-            it, which take it from the deltas. Those that the update computes are donated.
+            it, which take it from the deltas, as the result does from the last of them. Those that
+            the update computes are donated.
         lineage: the base, and the deltas that follow it.
         programs: update programs that may be compiled already; one that is compiled here is added.
         read_once: True to read each box of a record in one process, as for the base; collective.
@@ -56,7 +57,7 @@ def replay_onto(
 
     Returns:
         The leaves of the step after the deltas, of the types and on the shardings of the given
-        ones; None, or abstract, for one that was given so.
+        ones; None for one that was given so, and abstract what the last delta did not bring.
 
     Raises:
         IntegrityError, FormatError: the stored data is damaged or cannot be read.
@@ -178,8 +179,9 @@ class Replay:
                 continue
             own = self._replay(reader, consumed)
             if reader is readers[-1]:  # then the arrays that it consumed are leaves of the state
+                brought = self._update.brought_by(reader.delta)
                 for index, array in zip(self._update.consumed, own.record + own.extra, strict=True):
-                    if index in reader.delta.stored:
+                    if index in brought:
                         self._patches.replace(index, array)
             del own  # else it would lie beside what the next update consumes
         self._put_back()

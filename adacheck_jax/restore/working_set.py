@@ -103,6 +103,16 @@ class WorkingSet:
         """Replace a leaf that is not taken out by one of its type and sharding."""
         self._leaves[index] = leaf
 
+    def fill(self, index: int, array: jax.Array) -> bool:
+        """Give a leaf that was not read its elements, where it is to lie; False if it was read."""
+        leaf = self._leaves[index]
+        if not is_abstract(leaf):
+            return False
+        where = leaf.sharding
+        is_there = where is None or where == array.sharding
+        self._leaves[index] = array if is_there else _moved(array, where)
+        return True
+
     def take(self, indices: Sequence[int], copied: Collection[int] = ()) -> list[jax.Array]:
         """Take leaves out, onto the shardings for replay."""
         return [self._take(index, index in copied) for index in indices]

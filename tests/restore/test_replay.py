@@ -14,7 +14,7 @@ import pytest
 
 import adacheck_jax as adacheck
 from adacheck_jax.errors import FormatError, IntegrityError
-from adacheck_jax.restore import compiled_update
+from adacheck_jax.restore import base_reader, compiled_update
 from adacheck_jax.restore.progress import Progress
 from adacheck_jax.store.packs import reader
 from adacheck_jax.store.steps import lookup
@@ -52,6 +52,22 @@ def two_bases(made, tmp_path):
 def restore(root, run, step):
     with support.manager_of(root, adacheck.AdaCheckHandler()) as manager:
         return manager.restore(step, args=adacheck.RestoreArgs(support.abstract(run.state)))
+
+
+@pytest.mark.parametrize(("step", "is_read"), [(1, True), (4, False)], ids=["base", "delta"])
+def test_a_record_is_read_where_it_is_newest(saved, monkeypatch, step, is_read):
+    """The last delta brings the record of its step; a base's is as large as the params."""
+    root, run, states = saved
+    read, names = base_reader.read, list[str]()
+
+    def noted(directory, requests, *args, **options):
+        names.extend(each.name for each in requests)
+        return read(directory, requests, *args, **options)
+
+    monkeypatch.setattr(base_reader, "read", noted)
+    support.assert_same_bits(restore(root, run, step), states[step])
+    assert any("adacheck_record" in name for name in names) is is_read
+    assert any("params" in name for name in names)
 
 
 @pytest.mark.slow

@@ -10,6 +10,8 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
+import orbax.checkpoint as ocp
+
 from adacheck_jax.adapter.arguments import RestoreArgs
 from adacheck_jax.adapter.reports import RestoreTimes
 from adacheck_jax.adapter.restoring import finding, outcome
@@ -52,6 +54,7 @@ class _Base:
         target: the caller's abstract state.
         programs: the update, being compiled.
         leaves: the base's leaves, on the devices of the replay; see :func:`replay_onto`.
+        left_out: indices of the leaves that updates consume, and the caller does not want.
         rounded: indices of the leaves that these devices replay to rounding only.
         moved: wanted shardings of the leaves that are replayed on other devices, by leaf path.
         relayout: the transformation into the caller's layout; None if it is the saved one.
@@ -60,6 +63,7 @@ class _Base:
     target: Target
     programs: CompiledUpdates
     leaves: list[Any]
+    left_out: frozenset[int]
     rounded: frozenset[int]
     moved: dict[str, Any]
     relayout: Relayout | None
@@ -220,7 +224,7 @@ class StepRestorer:
         with agreed():
             base = self._read(path, lineage, args, agreed)
             host_memory.return_freed(size_bytes)  # before more is read beside it
-            read_s = self._clock()
+            read_s, left_out = self._clock(), base.left_out
             # A rounded leaf's fingerprint verifies nothing: then the records' checksums have to.
             with _explained(lineage):
                 leaves = replay.replay_onto(
@@ -228,7 +232,7 @@ class StepRestorer:
                     checked=bool(base.rounded),
                     agreed=agreed,
                 )
-            leaves = [None if working_set.is_abstract(leaf) else leaf for leaf in leaves]
+            leaves = [None if i in left_out else leaf for i, leaf in enumerate(leaves)]
             host_memory.return_freed(size_bytes)
             replayed_s = self._clock()
         with agreed():
@@ -283,7 +287,7 @@ class StepRestorer:
         wanted = placements | there
         programs.begin_compiling(lineage, wanted)
         specs = lineage.base.leaves
-        from_deltas = target.taken_from_deltas(lineage)
+        from_deltas = target.taken_from_deltas(lineage, wanted)
         abstract = {
             x.path: abstract_leaf(x, wanted[x.path]) for x in specs if x.path in from_deltas
         }
@@ -293,9 +297,11 @@ class StepRestorer:
             is_donated=lineage.replayed_count > 0,
         )
         leaves = [*(read | abstract).values()]
+        not_wanted = {path for path in abstract if target.wanted[path] is ocp.PLACEHOLDER}
+        left_out = frozenset(i for i, spec in enumerate(specs) if spec.path in not_wanted)
         check.check_types(leaves, specs, lineage.base_directory)
         moved = {each: placements[each] for each in there}
-        return _Base(target, programs, leaves, rounded, moved, relayout)
+        return _Base(target, programs, leaves, left_out, rounded, moved, relayout)
 
 
 @contextlib.contextmanager

@@ -176,17 +176,22 @@ class Target:
                 is_array = isinstance(leaf, jax.Array)
                 leaves[path] = (transfer.moved if is_array else jax.device_put)(leaf, wanted)
 
-    def taken_from_deltas(self, lineage: Lineage) -> set[str]:
-        """Leaf paths of leaves left out that a replay takes from its deltas, not from the base."""
+    def taken_from_deltas(self, lineage: Lineage, placements: Mapping[str, Any]) -> set[str]:
+        """Leaf paths of the leaves that a replay takes from its deltas, and nobody from the base.
+
+        Of what updates consume these are the leaves left out, and those that the last one consumed.
+        """
         update = lineage.base.update
         if update is None or not lineage.replayed_count:
             return set()
-        specs = [lineage.base.leaves[i] for i in update.consumed]
-        return {
-            each.path
-            for each in specs
-            if self._wanted[each.path] is ocp.PLACEHOLDER and not each.key_type and each.nbytes
-        }
+        brought, found = update.brought_by(lineage.deltas[-1]), set[str]()
+        for i in update.consumed:
+            spec = lineage.base.leaves[i]
+            is_placed = isinstance(placements[spec.path], jax.sharding.Sharding)
+            is_left_out = self._wanted[spec.path] is ocp.PLACEHOLDER
+            if (is_left_out or (i in brought and is_placed)) and not spec.key_type and spec.nbytes:
+                found.add(spec.path)
+        return found
 
     def placements(self, lineage: Lineage | None = None) -> dict[str, Any]:
         """Placement of each leaf, by leaf path: a sharding, ``np.ndarray``, or None for unread."""

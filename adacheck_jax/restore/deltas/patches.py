@@ -62,12 +62,17 @@ class Patches:
         return not self._pending.keys().isdisjoint(indices)
 
     def replace(self, index: int, array: jax.Array) -> None:
-        """Take an array in place of a leaf's pending patches, if it lies where the leaf does."""
+        """Take an array in place of a leaf's pending patches, if it lies where the leaf does.
+
+        A leaf that was not read takes it anyhow.
+        """
         leaf = self._working[index]
         is_plain = isinstance(leaf, jax.Array) and not transfer.is_key(leaf)
         if is_plain and leaf.sharding == array.sharding:
             self._working[index] = array
-            self._pending.pop(index, None)
+        elif not self._working.fill(index, array):
+            return
+        self._pending.pop(index, None)
 
     def apply(self, indices: Collection[int]) -> None:
         """Put the pending patches of these leaves in place."""
