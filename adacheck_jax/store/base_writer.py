@@ -42,7 +42,7 @@ class ArrayLayout:
 
     Attributes:
         names: the arrays, by leaf path; leaves without one have no elements.
-        file_bytes: size in bytes at which a data file is full; see :func:`volumes.write`.
+        file_bytes: size in bytes at which a data file is full; see :meth:`volumes.Volume.write`.
     """
 
     names: Mapping[str, Name]

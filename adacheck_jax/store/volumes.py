@@ -27,6 +27,7 @@ from adacheck_jax.store.zarr import Codec
 
 _TRANSACTION_BYTES = 1 << 28
 """A transaction holds what it writes in memory until it is committed."""
+_MOST_FILES = 256
 _MIN_SHARED_BYTES = 256
 """Smaller chunks are cheaper to write than to refer to."""
 _MAX_LINKS = 30_000
@@ -174,11 +175,13 @@ class Volume:
 
         Args:
             item_directory: directory of the base.
-            file_bytes: size in bytes at which a data file is full, 0 for no limit, None for OCDBT's
-                own limit. A chunk is not cut.
+            file_bytes: size in bytes at which a data file is full, 0 for no limit, None for one at
+                which several are written at the same time. A chunk is not cut.
         """
-        database = zarr.database_in(item_directory / self.path, file_bytes)
         sizes = [sum(x.data.nbytes for x in own if x.is_written) for own in self._chunks]
+        if file_bytes is None:  # each step after it links them all
+            file_bytes = max(zarr.FILE_BYTES, sum(sizes) // _MOST_FILES)
+        database = zarr.database_in(item_directory / self.path, file_bytes)
         for batch in batches(sizes, _TRANSACTION_BYTES):
             with ts.Transaction(atomic=False) as transaction:
                 for number in batch:

@@ -18,9 +18,9 @@ Compression = Literal["none", "fast", "small"]
 CODECS: tuple[Codec, ...] = get_args(Codec)
 """All codecs: what reads a root accepts these and no others."""
 _CODECS: dict[Compression, Codec | None] = {"none": None, "fast": "lz4", "small": "zstd"}
-_FILE_BYTES = 64 << 20
-"""Larger packs become several files, which are written at the same time: a single file would be
-written as fast as one core copies."""
+FILE_BYTES = 64 << 20
+"""Larger packs and volumes become several files, which are written at the same time: a single file
+would be written as fast as one core copies."""
 _GAP_BYTES = 1 << 16
 """Unwanted bytes between two ranges that are read with them: a request takes as long."""
 
@@ -50,7 +50,7 @@ def database_at(start: AnyPath, context: ts.Context | None = None) -> ts.KvStore
     # By itself OCDBT would take the path for a directory.
     base = {"driver": "kvstack", "layers": [{"base": at(start).spec(".")}]}
     names = ("value_data_prefix", "btree_node_data_prefix", "version_tree_node_data_prefix")
-    spec = {"base": base, **dict.fromkeys(names, ""), "target_data_file_size": _FILE_BYTES}
+    spec = {"base": base, **dict.fromkeys(names, ""), "target_data_file_size": FILE_BYTES}
     return _database(start, spec, context)
 
 
@@ -59,7 +59,7 @@ def _database(path: AnyPath, spec: Mapping[str, Any], context: ts.Context | None
     if not at(path).on_file_system:  # ranges close to each other are read with one request
         few_requests = {
             "experimental_read_coalescing_threshold_bytes": _GAP_BYTES,
-            "experimental_read_coalescing_merged_bytes": _FILE_BYTES,
+            "experimental_read_coalescing_merged_bytes": FILE_BYTES,
             "experimental_read_coalescing_interval": "1ms",
         }
     spec = {"driver": "ocdbt", "path": "", **spec, **few_requests}

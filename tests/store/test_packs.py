@@ -416,7 +416,7 @@ def test_what_is_held_is_not_read_again_until_it_is_let_go_of(kind, tmp_path):
 
 
 def test_a_large_pack_becomes_several_files_and_is_read_back(tmp_path, monkeypatch):
-    monkeypatch.setattr(zarr, "_FILE_BYTES", 1 << 20)
+    monkeypatch.setattr(zarr, "FILE_BYTES", 1 << 20)
     data = np.random.default_rng(0).integers(1, 255, (4 << 20) + 77, dtype=np.uint8)
     assert write_one(tmp_path, RAW, data) == ()
     assert len(data_files(tmp_path)) > 3
