@@ -166,13 +166,16 @@ class TrainerManager(AdaCheckManager):
                 f"plug_in: expected save({step}, args=...), found no args=; Orbax has given up "
                 "items=. Nothing was saved."
             )
-        if not force and not self.should_save(step):
+        if not (force or self._is_due(step)):
             return False
         args, tied, others = self._ties.saving(args)
-        unnamed = "" if isinstance(args, ocp.args.Composite) else None
-        self._item = tied or next(iter(others), unnamed)
+        self._opener.wait()  # the save before may still make its line of steps
         self.handler.run.lines.note_updates({**dict.fromkeys(others, False), tied: True})
-        return super().save(step, items, save_kwargs, metrics, force, args, custom_metadata)
+        custom_metadata = custom_metadata or None  # tunix gives an empty one
+        return super().save(step, items, save_kwargs, metrics, True, args, custom_metadata)
+
+    def _state_item(self, args: Any) -> str | None:
+        return trainer_items.state_item(args)
 
     def restore(
         self,
@@ -183,7 +186,6 @@ class TrainerManager(AdaCheckManager):
         args: ocp.args.CheckpointArgs | None = None,
     ) -> Any:
         """As Orbax's, with arguments of stock Orbax or of this library."""
-        self._item = None
         if args is None or not isinstance(args, ocp.args.Composite):
             args = trainer_items.restore_args(args) if trainer_items.is_tree(args) else args
             found = super().restore(step, items, restore_kwargs, directory, args)
@@ -191,7 +193,7 @@ class TrainerManager(AdaCheckManager):
         self.wait_until_finished()  # as Orbax's restore; then what was saved last is there
         number = self.latest_step() if step is None and directory is None else step
         held = StepItems({}) if number is None else self._held(number, directory or self.directory)
-        self._item, asked = held.restoring(args, self.handler.metadata)
+        asked = held.restoring(args, self.handler.metadata)
         found = super().restore(number, items, restore_kwargs, directory, asked)
         return trainer_items.apart(found, args.keys())
 

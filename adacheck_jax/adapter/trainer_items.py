@@ -82,6 +82,14 @@ def is_tree(args: Any) -> bool:
     return isinstance(args, (*_SAVES, *_RESTORES))
 
 
+def state_item(args: Any) -> str | None:
+    """Name of an item that this library saves or restores; empty without one, None unnamed."""
+    if not isinstance(args, ocp.args.Composite):
+        return None
+    ours = (name for name, each in args.items() if isinstance(each, (SaveArgs, RestoreArgs)))
+    return next(ours, "")
+
+
 class Saving(NamedTuple):
     """A save as this library makes it.
 
@@ -266,8 +274,8 @@ class StepItems:
             return name
         return next((each for each in self.directories if name in each.split(_BETWEEN)), name)
 
-    def restoring(self, args: Any, metadata: Callable[[epath.Path], Any]) -> tuple[str | None, Any]:
-        """Arguments of a restore, by the items on the disk, and the name of one that is a pytree.
+    def restoring(self, args: Any, metadata: Callable[[epath.Path], Any]) -> Any:
+        """Arguments of a restore, by the items on the disk.
 
         Args:
             args: the trainer's, by its own names.
@@ -287,7 +295,7 @@ class StepItems:
             else:
                 described = functools.partial(metadata, self.directories[holder])
                 asked[holder] = _parts(holder, each, described)
-        return next(iter(parts), ""), ocp.args.Composite(**asked)
+        return ocp.args.Composite(**asked)
 
 
 def _parts(

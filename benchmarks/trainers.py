@@ -1,0 +1,176 @@
+"""Saves of real trainers beside their own checkpointing, and whether a killed run ends the same.
+
+    python -m benchmarks.trainers
+    python -m benchmarks.trainers --only "tunix_sft --lora" --steps 40
+
+Runs the scripts of ``examples/trainers``, each whose trainer is installed, in processes of their
+own: by this library, as the trainer saves by itself (also with a Recorder), and without saves. Then
+one is killed (SIGKILL) once its fourth step is there, and runs again. A row of the table has, by
+this library and by the trainer itself: megabytes of a delta and a base, and of a step; the median
+time for which a save blocks; CPU time a save, beyond that of the run without saves; the time of the
+restore when it runs again. The first three saves, which compile, are not counted.
+"""
+
+from __future__ import annotations
+
+import argparse
+import functools
+import importlib.util
+import json
+import os
+import runpy
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+from typing import Any
+
+EXAMPLES = Path(__file__).parents[1] / "examples" / "trainers"
+RUNS = {
+    "tunix_sft": "tunix",
+    "tunix_sft --lora": "tunix",
+    "tunix_sft --accumulate 2": "tunix",
+    "tunix_sft --mesh 2 2": "tunix",
+    "kauldron_mlp": "kauldron",
+    "brax_ppo": "brax",
+    "maxtext_like": "flax",
+}
+"""Scripts with their arguments, and the package that each needs."""
+OURS, OWN, NOTHING = "ours", "own", "nothing"
+WARM = 3
+
+
+class BraxOwn:
+    """brax's own checkpointing, called as the example calls a manager."""
+
+    def __init__(self, root: str, **_: Any) -> None:
+        self._root = Path(root).absolute()
+
+    def save(self, step: int, args: Any) -> None:
+        from brax.training.agents.ppo import checkpoint
+        from ml_collections import config_dict
+
+        config = config_dict.ConfigDict({"network_factory_kwargs": {}})
+        checkpoint.save(self._root, step, args.state, config)
+
+    def restore_newest(self, _: Any) -> Any:
+        steps = [int(each.name) for each in self._root.glob("*")]
+        return (max(steps), self.restore(max(steps))) if steps else None
+
+    def restore(self, step: int) -> Any:
+        from brax.training.agents.ppo import checkpoint
+
+        return tuple(checkpoint.load(self._root / f"{step:012d}"))
+
+    def close(self) -> None: ...
+
+
+def child(way: str, results: str, script: str, *arguments: str) -> None:
+    """Runs a script, and writes its times."""
+    import contextlib
+
+    import jax
+    import orbax.checkpoint as ocp
+
+    import adacheck_jax as adacheck
+    from adacheck_jax.adapter.plug_in import TrainerManager
+
+    spent_s: dict[str, list[float]] = {"save": [], "restore": [], "cpu": []}
+    reports = list[adacheck.SaveReport]()
+
+    def time_calls(owner: Any, name: str) -> None:
+        real = getattr(owner, name)
+
+        @functools.wraps(real)
+        def call(*args: Any, **kwargs: Any) -> Any:
+            jax.block_until_ready(jax.live_arrays())
+            if name == "save":
+                spent_s["cpu"].append(time.process_time())
+                if way == NOTHING:
+                    return False
+            begin_s = time.perf_counter()
+            found = real(*args, **kwargs)
+            jax.block_until_ready(jax.live_arrays())
+            spent_s[name].append(time.perf_counter() - begin_s)
+            return found
+
+        setattr(owner, name, call)
+
+    is_brax = script == "brax_ppo"
+    owner: Any = adacheck.AdaCheckManager if is_brax else TrainerManager
+    if way == OURS:
+        for name in ("plug_in", "checkpoint_manager"):
+            made = functools.partial(getattr(adacheck, name), on_save=reports.append)
+            setattr(adacheck, name, made)
+    elif is_brax:
+        owner = adacheck.checkpoint_manager = BraxOwn
+    else:
+        owner, adacheck.plug_in = ocp.CheckpointManager, lambda *_: contextlib.nullcontext()
+    for name in ("save", "restore"):
+        time_calls(owner, name)
+    sys.argv = [script, *arguments]
+    runpy.run_path(str(EXAMPLES / f"{script}.py"), run_name="__main__")
+    cpu = spent_s.pop("cpu")
+    cpu_s = (time.process_time() - cpu[WARM]) / (len(cpu) - WARM) if len(cpu) > WARM else 0.0
+    saves = [(each.kind, each.new_bytes) for each in reports]
+    Path(results).write_text(json.dumps({**spent_s, "cpu_s": cpu_s, "saves": saves}))
+
+
+def run(name: str, way: str, root: Path, steps: int, *, killed: bool = False) -> Any:
+    """Times of a run, and its lines; None for one that is killed once its fourth step is there."""
+    script, *arguments = name.split()
+    results = str(root.parent / "results.json")
+    given = ["--child", way, results, script, "--root", str(root), "--steps", str(steps)]
+    command = [sys.executable, "-m", __spec__.name, *given, *arguments]
+    cached = {**os.environ, "JAX_COMPILATION_CACHE_DIR": str(root.parent / "programs")}
+    process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env=cached)
+    while killed and not any((root / each).exists() for each in ("4", "checkpoints/ckpt_4")):
+        assert process.poll() is None
+        time.sleep(0.01)
+    if killed:
+        process.kill()
+    lines = [each for each in process.communicate()[0].splitlines() if "step" in each]
+    assert process.returncode == (-9 if killed else 0), lines
+    return None if killed else {**json.loads(Path(results).read_text()), "lines": lines}
+
+
+def row(name: str, steps: int, place: Path) -> str:
+    """What is measured of one script."""
+    found = {way: run(name, way, place / way, steps) for way in (OURS, OWN, NOTHING)}
+    run(name, OURS, place / "killed", steps, killed=True)
+    resumed, again = run(name, OURS, place / "killed", steps), run(name, OWN, place / OWN, steps)
+    ours, own = found[OURS], found[OWN]
+    kinds = "".join(kind[0].upper() for kind, _ in ours["saves"])
+    mb = {kind: f"{size / 1e6:.3f}" for kind, size in ours["saves"]}
+    written = [*place.joinpath(OWN).rglob("_CHECKPOINT_METADATA")]
+    step = max(written, key=lambda each: each.stat().st_ctime).parent
+    own_mb = sum(each.stat().st_size for each in step.rglob("*") if each.is_file()) / 1e6
+    cells = [f"{mb.get('delta')}, {mb.get('base')}; {own_mb:.3f}"]
+    cells += ["; ".join(f"{1e3 * statistics.median(x['save'][WARM:]):.0f}" for x in (ours, own))]
+    cells += ["; ".join(f"{1e3 * (x['cpu_s'] - found[NOTHING]['cpu_s']):.0f}" for x in (ours, own))]
+    cells += ["; ".join(f"{sum(x['restore']):.2f}" for x in (resumed, again))]
+    ends = "equal" if resumed["lines"][-1] == ours["lines"][-1] else "not equal"
+    return f"| {' | '.join([name, kinds, *cells])} | {resumed['lines'][0]}; {ends} |"
+
+
+def main() -> None:
+    """Prints a table."""
+    if sys.argv[1:2] == ["--child"]:
+        child(*sys.argv[2:])
+        return
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--only", choices=[*RUNS], action="append", help="may be repeated")
+    parser.add_argument("--steps", type=int, default=20, help="(default %(default)s)")
+    given = parser.parse_args()
+    print("| run | kinds | MB | a save blocks: ms | CPU: ms | restore: s | killed |")
+    print("|---|---|---|---|---|---|---|")
+    for name in given.only or RUNS:
+        if importlib.util.find_spec(RUNS[name]) is not None:
+            with tempfile.TemporaryDirectory() as place:
+                print(row(name, given.steps, Path(place)), flush=True)
+
+
+if __name__ == "__main__":
+    main()
