@@ -24,6 +24,8 @@ from adacheck_jax.adapter.manager import handler_and_options
 from adacheck_jax.adapter.trainer_items import StepItems, Ties
 from adacheck_jax.device.loops import xla_call
 from adacheck_jax.errors import AdaCheckError
+from adacheck_jax.store.steps import roots
+from adacheck_jax.store.storage.location import located
 from adacheck_jax.update.binding import RecorderArgument
 
 
@@ -192,7 +194,13 @@ class TrainerManager(AdaCheckManager):
             return trainer_items.apart(found) if isinstance(found, ocp.args.Composite) else found
         self.wait_until_finished()  # as Orbax's restore; then what was saved last is there
         number = self.latest_step() if step is None and directory is None else step
-        held = StepItems({}) if number is None else self._held(number, directory or self.directory)
+        root = epath.Path(directory or self.directory)
+        held = StepItems({}) if number is None else self._held(number, root)
+        if number is not None and not held.directories:  # a later step may hold it
+            holder = roots.holder_of(number, located(str(root)))
+            if holder is not None:
+                held = dataclasses.replace(self._held(holder, root), recorded=number)
+                number = holder
         asked = held.restoring(args, self.handler.metadata)
         found = super().restore(number, items, restore_kwargs, directory, asked)
         return trainer_items.apart(found, args.keys())

@@ -253,9 +253,15 @@ def restore_args(args: Any) -> RestoreArgs:
 
 @dataclass(frozen=True)
 class StepItems:
-    """Directories of the items of one step, by their names on the disk."""
+    """Items of one step.
+
+    Attributes:
+        directories: their directories, by their names on the disk.
+        recorded: number of an earlier step that these hold; None for their own.
+    """
 
     directories: Mapping[str, epath.Path]
+    recorded: int | None = None
 
     @classmethod
     def of(cls, step: epath.Path) -> StepItems:
@@ -280,6 +286,9 @@ class StepItems:
         Args:
             args: the trainer's, by its own names.
             metadata: describes a pytree.
+
+        Raises:
+            FileNotFoundError: other items than a pytree of a step that a later one holds.
         """
         asked: dict[str, Any] = {}
         parts: dict[str, dict[str, RestoreArgs]] = {}
@@ -295,7 +304,15 @@ class StepItems:
             else:
                 described = functools.partial(metadata, self.directories[holder])
                 asked[holder] = _parts(holder, each, described)
-        return ocp.args.Composite(**asked)
+        if self.recorded is None:
+            return ocp.args.Composite(**asked)
+        if others := [name for name in asked if name not in parts]:
+            raise FileNotFoundError(
+                f"step {self.recorded}: expected {others} too, found the state alone, which a "
+                "later step holds. Restore that alone."
+            )
+        of_it = {name: dataclasses.replace(x, step=self.recorded) for name, x in asked.items()}
+        return ocp.args.Composite(**of_it)
 
 
 def _parts(
