@@ -18,14 +18,13 @@ from etils import epath
 from orbax.checkpoint.checkpoint_manager import DEFAULT_ITEM_NAME
 
 from adacheck_jax.adapter import directories, trainer_items
+from adacheck_jax.adapter.arguments import RestoreArgs, SaveArgs
 from adacheck_jax.adapter.away.orbax_manager import AdaCheckManager
 from adacheck_jax.adapter.handler import AdaCheckHandler, HandlerOptions
 from adacheck_jax.adapter.manager import handler_and_options
 from adacheck_jax.adapter.trainer_items import StepItems, Ties
 from adacheck_jax.device.loops import xla_call
 from adacheck_jax.errors import AdaCheckError
-from adacheck_jax.store.steps import roots
-from adacheck_jax.store.storage.location import located
 from adacheck_jax.update.binding import RecorderArgument
 
 
@@ -129,21 +128,16 @@ class TrainerManager(AdaCheckManager):
         logger: Any = None,
         handler_registry: Any = None,
     ) -> None:
-        if checkpointers is not None:
-            raise ValueError(
-                "plug_in: expected a manager with item_handlers or a handler_registry, found "
-                "checkpointers=, which Orbax has given up. Nothing was made."
-            )
         place = directories.root_path(str(directory))
         options = options or ocp.CheckpointManagerOptions()
         block = self.block
         own, found = handler_and_options(place, block.recorder, options, {**block.options})
         is_mapping = isinstance(item_handlers, Mapping)
-        handlers: dict[str, Any] = {"item_handlers": own}
+        handlers: dict[str, Any] = {"item_handlers": own, "checkpointers": checkpointers}
         if is_mapping or item_handlers is None:
             others = {**item_handlers} if is_mapping else {}
             registry = trainer_items.registry(own, handler_registry, others)
-            handlers = {"handler_registry": registry}
+            handlers = {"handler_registry": registry, "checkpointers": checkpointers}
         super().__init__(own, place, options=found, metadata=metadata, logger=logger, **handlers)
         self._ties = Ties(own.run.has_recorder, block.options.get("params_path"))
         if is_mapping or item_names:
@@ -177,7 +171,10 @@ class TrainerManager(AdaCheckManager):
         return super().save(step, items, save_kwargs, metrics, True, args, custom_metadata)
 
     def _state_item(self, args: Any) -> str | None:
-        return trainer_items.state_item(args)
+        if not isinstance(args, ocp.args.Composite):
+            return None
+        ours = (name for name, x in args.items() if isinstance(x, (SaveArgs, RestoreArgs)))
+        return next(ours, "")
 
     def restore(
         self,
@@ -194,13 +191,7 @@ class TrainerManager(AdaCheckManager):
             return trainer_items.apart(found) if isinstance(found, ocp.args.Composite) else found
         self.wait_until_finished()  # as Orbax's restore; then what was saved last is there
         number = self.latest_step() if step is None and directory is None else step
-        root = epath.Path(directory or self.directory)
-        held = StepItems({}) if number is None else self._held(number, root)
-        if number is not None and not held.directories:  # a later step may hold it
-            holder = roots.holder_of(number, located(str(root)))
-            if holder is not None:
-                held = dataclasses.replace(self._held(holder, root), recorded=number)
-                number = holder
+        held = StepItems({}) if number is None else self._held(number, directory or self.directory)
         asked = held.restoring(args, self.handler.metadata)
         found = super().restore(number, items, restore_kwargs, directory, asked)
         return trainer_items.apart(found, args.keys())

@@ -10,6 +10,7 @@ from __future__ import annotations
 from tests.one_process import own, write  # isort: skip
 
 import jax
+import numpy as np
 import orbax.checkpoint as ocp
 
 import adacheck_jax as adacheck
@@ -25,8 +26,8 @@ with manager:
     if (newest := manager.latest_step()) is not None:
         wanted = {name: ocp.args.PyTreeRestore(support.abstract(run.state[name])) for name in ITEMS}
         found = manager.restore(newest, args=ocp.args.Composite(**wanted))
-        run.state, run.count = {name: found[name] for name in ITEMS}, newest
-        write(run.state, f"restored{newest}")
+        step = jax.device_put(np.int32(newest), run.state["step"].sharding)
+        run.state, run.count = {**{name: found[name] for name in ITEMS}, "step": step}, newest
     while run.count < int(own.mode):
         run.advance()
         args = {name: ocp.args.PyTreeSave(run.state[name]) for name in ITEMS}

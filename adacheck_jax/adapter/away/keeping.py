@@ -44,7 +44,7 @@ class Keeping:
     """Saves each step of a training loop, or keeps it in memory to be written when storage answers.
 
     Args:
-        manager: the manager, which saves nothing but the state.
+        manager: the manager.
         run: its training run.
         together: the processes that save with it.
         opener: the beginning of its saves.
