@@ -1,7 +1,6 @@
 """Saves of real trainers beside their own checkpointing, and whether a killed run ends the same.
 
-    python -m benchmarks.trainers
-    python -m benchmarks.trainers --only "tunix_sft --lora" --steps 40
+    python -m benchmarks.trainers --only "tunix_sft --lora"
 
 Runs the scripts of ``examples/trainers``, each whose trainer is installed, in processes of their
 own: by this library, as the trainer saves by itself (also with a Recorder), and without saves. Then
@@ -26,57 +25,27 @@ import tempfile
 import time
 from pathlib import Path
 from typing import Any
+from unittest import mock
+
+import jax
+import orbax.checkpoint as ocp
+
+import adacheck_jax as adacheck
+from adacheck_jax.adapter.plug_in import TrainerManager
 
 EXAMPLES = Path(__file__).parents[1] / "examples" / "trainers"
 RUNS = {
-    "tunix_sft": "tunix",
-    "tunix_sft --lora": "tunix",
-    "tunix_sft --accumulate 2": "tunix",
-    "tunix_sft --mesh 2 2": "tunix",
-    "kauldron_mlp": "kauldron",
-    "brax_ppo": "brax",
-    "maxtext_like": "flax",
+    **dict.fromkeys(("tunix_sft", "tunix_sft --lora"), "tunix"),
+    **dict.fromkeys(("tunix_sft --accumulate 2", "tunix_sft --mesh 2 2"), "tunix"),
+    **{"kauldron_mlp": "kauldron", "brax_ppo": "brax", "maxtext_like": "flax"},
 }
 """Scripts with their arguments, and the package that each needs."""
 OURS, OWN, NOTHING = "ours", "own", "nothing"
 WARM = 3
 
 
-class BraxOwn:
-    """brax's own checkpointing, called as the example calls a manager."""
-
-    def __init__(self, root: str, **_: Any) -> None:
-        self._root = Path(root).absolute()
-
-    def save(self, step: int, args: Any) -> None:
-        from brax.training.agents.ppo import checkpoint
-        from ml_collections import config_dict
-
-        config = config_dict.ConfigDict({"network_factory_kwargs": {}})
-        checkpoint.save(self._root, step, args.state, config)
-
-    def restore_newest(self, _: Any) -> Any:
-        steps = [int(each.name) for each in self._root.glob("*")]
-        return (max(steps), self.restore(max(steps))) if steps else None
-
-    def restore(self, step: int) -> Any:
-        from brax.training.agents.ppo import checkpoint
-
-        return tuple(checkpoint.load(self._root / f"{step:012d}"))
-
-    def close(self) -> None: ...
-
-
 def child(way: str, results: str, script: str, *arguments: str) -> None:
     """Runs a script, and writes its times."""
-    import contextlib
-
-    import jax
-    import orbax.checkpoint as ocp
-
-    import adacheck_jax as adacheck
-    from adacheck_jax.adapter.plug_in import TrainerManager
-
     spent_s: dict[str, list[float]] = {"save": [], "restore": [], "cpu": []}
     reports = list[adacheck.SaveReport]()
 
@@ -105,17 +74,22 @@ def child(way: str, results: str, script: str, *arguments: str) -> None:
             made = functools.partial(getattr(adacheck, name), on_save=reports.append)
             setattr(adacheck, name, made)
     elif is_brax:
-        owner = adacheck.checkpoint_manager = BraxOwn
+        from brax.training.agents.ppo import checkpoint, train
+
+        owner, checkpoint.restore = checkpoint, checkpoint.load
+        train.train = functools.partial(train.train, save_checkpoint_path=arguments[1])
+        adacheck.checkpoint_manager = mock.MagicMock()
+        adacheck.checkpoint_manager.return_value.restore_newest.return_value = None
     else:
-        owner, adacheck.plug_in = ocp.CheckpointManager, lambda *_: contextlib.nullcontext()
+        owner, adacheck.plug_in = ocp.CheckpointManager, mock.MagicMock()
     for name in ("save", "restore"):
         time_calls(owner, name)
     sys.argv = [script, *arguments]
     runpy.run_path(str(EXAMPLES / f"{script}.py"), run_name="__main__")
     cpu = spent_s.pop("cpu")
     cpu_s = (time.process_time() - cpu[WARM]) / (len(cpu) - WARM) if len(cpu) > WARM else 0.0
-    saves = [(each.kind, each.new_bytes) for each in reports]
-    Path(results).write_text(json.dumps({**spent_s, "cpu_s": cpu_s, "saves": saves}))
+    found = {**spent_s, "cpu_s": cpu_s, "saves": [(x.kind, x.new_bytes) for x in reports]}
+    Path(results).write_text(json.dumps(found))
 
 
 def run(name: str, way: str, root: Path, steps: int, *, killed: bool = False) -> Any:
@@ -145,12 +119,12 @@ def row(name: str, steps: int, place: Path) -> str:
     kinds = "".join(kind[0].upper() for kind, _ in ours["saves"])
     mb = {kind: f"{size / 1e6:.3f}" for kind, size in ours["saves"]}
     written = [*place.joinpath(OWN).rglob("_CHECKPOINT_METADATA")]
-    step = max(written, key=lambda each: each.stat().st_ctime).parent
-    own_mb = sum(each.stat().st_size for each in step.rglob("*") if each.is_file()) / 1e6
+    files = max(written, key=lambda each: each.stat().st_ctime).parent.rglob("*")
+    own_mb = sum(each.stat().st_size for each in files if each.is_file()) / 1e6
     cells = [f"{mb.get('delta')}, {mb.get('base')}; {own_mb:.3f}"]
     cells += ["; ".join(f"{1e3 * statistics.median(x['save'][WARM:]):.0f}" for x in (ours, own))]
     cells += ["; ".join(f"{1e3 * (x['cpu_s'] - found[NOTHING]['cpu_s']):.0f}" for x in (ours, own))]
-    cells += ["; ".join(f"{sum(x['restore']):.2f}" for x in (resumed, again))]
+    cells += ["; ".join(f"{sum(x['restore']):.2f}" for x in (resumed, again) if x["restore"])]
     ends = "equal" if resumed["lines"][-1] == ours["lines"][-1] else "not equal"
     return f"| {' | '.join([name, kinds, *cells])} | {resumed['lines'][0]}; {ends} |"
 
