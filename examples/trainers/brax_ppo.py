@@ -5,7 +5,7 @@ optimizer that begins anew, which brax keeps to itself::
 
     python examples/trainers/brax_ppo.py --root /tmp/brax --steps 12
 
-(1) to (5) mark what differs from the same script without adacheck_jax. Run with brax 0.14.2 and
+(1) to (4) mark what differs from the same script without adacheck_jax. Run with brax 0.14.2 and
 jax 0.10.2.
 """
 
@@ -57,6 +57,7 @@ def main() -> None:
         num_updates_per_batch=2,
         unroll_length=UNROLL,
         run_evals=False,
+        max_devices_per_host=1,
     )
     _, start, _ = train(num_timesteps=0)
     manager = adacheck.checkpoint_manager(args.root, delta="bits")  # (1)

@@ -23,6 +23,7 @@ import pytest
 
 from tests.processes import ROOT, launch, leaves, start
 from tests.support import kinds_of
+from tests.test_examples import environment
 
 EXAMPLES = ROOT / "examples" / "trainers"
 STEPS = 40
@@ -39,7 +40,8 @@ def run(name, root, *arguments, until=None):
     """Runs an example, or kills it once a step is there; gives its last lines."""
     path = EXAMPLES / f"{name.partition(',')[0]}.py"
     command = [sys.executable, path, "--root", str(root), "--steps", str(STEPS), *arguments]
-    process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True, cwd=ROOT)
+    options = {"cwd": ROOT, "env": environment()}
+    process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True, **options)
     while until is not None and not until.exists():
         assert process.poll() is None, process.communicate()[0]
         time.sleep(0.01)

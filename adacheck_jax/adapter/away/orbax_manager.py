@@ -106,7 +106,8 @@ class AdaCheckManager(Closing, ocp.CheckpointManager):
                 f"{self.directory}: the manager is closed: step {step} is not saved."
             )
         beside, saves = (items, save_kwargs, metrics, custom_metadata), self.handler.run.saves
-        state: Any = args if item is None or args is None else args.get(item)
+        given: Any = args
+        state = given if item is None or given is None else given.get(item)
 
         def save(prepared: SaveArgs | None = None, force: bool | None = True) -> bool:
             if prepared is None:  # else the caller may have left
@@ -122,7 +123,7 @@ class AdaCheckManager(Closing, ocp.CheckpointManager):
                 if not (force or self._is_due(step)):
                     check()
                     return False
-                is_alone = args is state or [*args.keys()] == [item]
+                is_alone = given is state or [*given.keys()] == [item]
                 is_ours = is_alone and all(each is None for each in beside)
                 return keeping.save(step, state, save, check, item, is_ours=is_ours)
             is_called = jax.process_count() > 1 and (force or self.should_save(step))
