@@ -33,7 +33,7 @@ import orbax.checkpoint as ocp
 import adacheck_jax as adacheck
 from adacheck_jax.adapter.plug_in import TrainerManager
 
-EXAMPLES = Path(__file__).parents[1] / "examples" / "trainers"
+EXAMPLES = Path(__file__).parents[1] / "examples/trainers"
 RUNS = {
     **dict.fromkeys(("tunix_sft", "tunix_sft --lora"), "tunix"),
     **dict.fromkeys(("tunix_sft --accumulate 2", "tunix_sft --mesh 2 2"), "tunix"),
@@ -52,7 +52,6 @@ def child(way: str, results: str, script: str, *arguments: str) -> None:
     def time_calls(owner: Any, name: str) -> None:
         real = getattr(owner, name)
 
-        @functools.wraps(real)
         def call(*args: Any, **kwargs: Any) -> Any:
             jax.block_until_ready(jax.live_arrays())
             if name == "save":
@@ -95,7 +94,7 @@ def child(way: str, results: str, script: str, *arguments: str) -> None:
 def run(name: str, way: str, root: Path, steps: int, *, killed: bool = False) -> Any:
     """Times of a run, and its lines; None for one that is killed once its fourth step is there."""
     script, *arguments = name.split()
-    results = str(root.parent / "results.json")
+    results = f"{root.parent}/results.json"
     given = ["--child", way, results, script, "--root", str(root), "--steps", str(steps)]
     command = [sys.executable, "-m", __spec__.name, *given, *arguments]
     cached = {**os.environ, "JAX_COMPILATION_CACHE_DIR": str(root.parent / "programs")}
@@ -125,8 +124,8 @@ def row(name: str, steps: int, place: Path) -> str:
     cells += ["; ".join(f"{1e3 * statistics.median(x['save'][WARM:]):.0f}" for x in (ours, own))]
     cells += ["; ".join(f"{1e3 * (x['cpu_s'] - found[NOTHING]['cpu_s']):.0f}" for x in (ours, own))]
     cells += ["; ".join(f"{sum(x['restore']):.2f}" for x in (resumed, again) if x["restore"])]
-    first, last = resumed["lines"][0].removeprefix("begins behind "), resumed["lines"][-1]
-    is_equal = first in ours["lines"] or last == ours["lines"][-1]  # of brax the first alone
+    first = resumed["lines"][0].removeprefix("begins behind ")  # of brax equal, and not the last
+    is_equal = first in ours["lines"] or resumed["lines"][-1] == ours["lines"][-1]
     return f"| {' | '.join([name, kinds, *cells])} | {first}; {'equal' if is_equal else 'not'} |"
 
 
@@ -139,8 +138,8 @@ def main() -> None:
     parser.add_argument("--only", choices=[*RUNS], action="append", help="may be repeated")
     parser.add_argument("--steps", type=int, default=20, help="(default %(default)s)")
     given = parser.parse_args()
-    print("| run | kinds | MB | a save blocks: ms | CPU: ms | restore: s | killed |")
-    print("|---|---|---|---|---|---|---|")
+    names = ("run", "kinds", "MB", "a save blocks: ms", "CPU: ms", "restore: s", "killed")
+    print(f"| {' | '.join(names)} |\n{'|---' * len(names)}|")
     for name in given.only or RUNS:
         if importlib.util.find_spec(RUNS[name]) is not None:
             with tempfile.TemporaryDirectory() as place:
