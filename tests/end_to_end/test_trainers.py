@@ -76,7 +76,7 @@ def test_params_alone_that_brax_hands_out_go_on_where_it_was_killed(tmp_path):
         pytest.skip("brax is not installed")
     saved = run("brax_ppo", tmp_path, until=tmp_path / "4")
     resumed = run("brax_ppo", tmp_path)
-    step, params = re.match(r"begins behind step (\d+): (.*)", resumed).groups()
+    step, params = re.search(r"begins behind step (\d+): (.*)", resumed).groups()
     assert f"step {step}: {params}" in saved.splitlines()
     assert resumed.splitlines()[-1].startswith(f"step {STEPS}:")
     assert kinds_of(tmp_path)[1:] == "DD"
