@@ -2,17 +2,17 @@
 
     python -m benchmarks.trainers --only "tunix_sft --lora"
 
-Runs the scripts of ``examples/trainers``, each whose trainer is installed, in processes of their
-own: by this library, as the trainer saves by itself (also with a Recorder), and without saves. Then
-one is killed (SIGKILL) once its fourth step is there, and runs again. A row of the table has, by
-this library and by the trainer itself: megabytes of a delta and a base, and of a step; the median
-time for which a save blocks; CPU time a save, beyond that of the run without saves; the time of the
-restore when it runs again. The first three saves, which compile, are not counted.
+Runs the scripts of ``examples/trainers`` whose trainers are installed: by this library, as trainers
+save by themselves (also with a Recorder), and without saves. Then one is killed (SIGKILL) once its
+fourth step is there, and runs again. A row has, by this library and by the trainer: MB of a delta
+and a base, and of a step; median time for which a save blocks, and CPU time a save beyond the run
+without saves, both behind the first three; time of the restore.
 """
 
 from __future__ import annotations
 
 import argparse
+import contextlib
 import functools
 import importlib.util
 import json
@@ -35,13 +35,10 @@ from adacheck_jax.adapter.plug_in import TrainerManager
 
 EXAMPLES = Path(__file__).parents[1] / "examples/trainers"
 RUNS = {
-    **dict.fromkeys(("tunix_sft", "tunix_sft --lora"), "tunix"),
-    **dict.fromkeys(("tunix_sft --accumulate 2", "tunix_sft --mesh 2 2"), "tunix"),
+    **{f"tunix_sft{x}": "tunix" for x in ("", " --lora", " --accumulate 2", " --mesh 2 2")},
     **{"kauldron_mlp": "kauldron", "brax_ppo": "brax", "maxtext_like": "flax"},
-}
-"""Scripts with their arguments, and the package that each needs."""
-OURS, OWN, NOTHING = "ours", "own", "nothing"
-WARM = 3
+}  # scripts with their arguments, and the package that each needs
+OURS, OWN, NOTHING, WARM = "ours", "own", "nothing", 3
 
 
 def child(way: str, results: str, script: str, *arguments: str) -> None:
@@ -49,18 +46,23 @@ def child(way: str, results: str, script: str, *arguments: str) -> None:
     spent_s: dict[str, list[float]] = {"save": [], "restore": [], "cpu": []}
     reports = list[adacheck.SaveReport]()
 
+    def wait() -> None:
+        for array in jax.live_arrays():
+            with contextlib.suppress(RuntimeError):  # another thread may delete it
+                array.block_until_ready()
+
     def time_calls(owner: Any, name: str) -> None:
         real = getattr(owner, name)
 
         def call(*args: Any, **kwargs: Any) -> Any:
-            jax.block_until_ready(jax.live_arrays())
+            wait()
             if name == "save":
                 spent_s["cpu"].append(time.process_time())
                 if way == NOTHING:
                     return False
             begin_s = time.perf_counter()
             found = real(*args, **kwargs)
-            jax.block_until_ready(jax.live_arrays())
+            wait()
             spent_s[name].append(time.perf_counter() - begin_s)
             return found
 
@@ -85,8 +87,8 @@ def child(way: str, results: str, script: str, *arguments: str) -> None:
         time_calls(owner, name)
     sys.argv = [script, *arguments]
     runpy.run_path(str(EXAMPLES / f"{script}.py"), run_name="__main__")
-    cpu = spent_s.pop("cpu")
-    cpu_s = (time.process_time() - cpu[WARM]) / (len(cpu) - WARM) if len(cpu) > WARM else 0.0
+    cpu = spent_s["cpu"][WARM:]
+    cpu_s = (time.process_time() - cpu[0]) / len(cpu) if cpu else 0.0
     found = {**spent_s, "cpu_s": cpu_s, "saves": [(x.kind, x.new_bytes) for x in reports]}
     Path(results).write_text(json.dumps(found))
 
@@ -117,7 +119,7 @@ def row(name: str, steps: int, place: Path) -> str:
     ours, own = found[OURS], found[OWN]
     kinds = "".join(kind[0].upper() for kind, _ in ours["saves"])
     mb = {kind: f"{size / 1e6:.3f}" for kind, size in ours["saves"]}
-    written = [*place.joinpath(OWN).rglob("_CHECKPOINT_METADATA")]
+    written = place.joinpath(OWN).rglob("_CHECKPOINT_METADATA")
     files = max(written, key=lambda each: each.stat().st_ctime).parent.rglob("*")
     own_mb = sum(each.stat().st_size for each in files if each.is_file()) / 1e6
     cells = [f"{mb.get('delta')}, {mb.get('base')}; {own_mb:.3f}"]
@@ -131,15 +133,12 @@ def row(name: str, steps: int, place: Path) -> str:
 
 def main() -> None:
     """Prints a table."""
-    if sys.argv[1:2] == ["--child"]:
-        child(*sys.argv[2:])
-        return
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--only", choices=[*RUNS], action="append", help="may be repeated")
     parser.add_argument("--steps", type=int, default=20, help="(default %(default)s)")
     given = parser.parse_args()
-    names = ("run", "kinds", "MB", "a save blocks: ms", "CPU: ms", "restore: s", "killed")
-    print(f"| {' | '.join(names)} |\n{'|---' * len(names)}|")
+    print("| run | kinds | MB | a save blocks: ms | CPU: ms | restore: s | killed |")
+    print("|---|---|---|---|---|---|---|")
     for name in given.only or RUNS:
         if importlib.util.find_spec(RUNS[name]) is not None:
             with tempfile.TemporaryDirectory() as place:
@@ -147,4 +146,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    child(*sys.argv[2:]) if sys.argv[1:2] == ["--child"] else main()

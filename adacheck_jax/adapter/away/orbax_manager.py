@@ -123,7 +123,7 @@ class AdaCheckManager(Closing, ocp.CheckpointManager):
                 if not (force or self._is_due(step)):
                     check()
                     return False
-                is_alone = given is state or [*given.keys()] == [item]
+                is_alone = item is None or [*given] == [item]
                 is_ours = is_alone and all(each is None for each in beside)
                 return keeping.save(step, state, save, check, item, is_ours=is_ours)
             is_called = jax.process_count() > 1 and (force or self.should_save(step))
