@@ -36,7 +36,7 @@ LAYERS = ".*q_proj|.*kv_proj|.*gate_proj|.*down_proj|.*up_proj"
 
 
 def make_model(*, lora: bool) -> nnx.Module:
-    """A llama3 of 0.7 million params, and low-rank adapters if asked for."""
+    """A llama3 of 0.5 million params, and low-rank adapters if asked for."""
     config = llama.ModelConfig(
         num_layers=2,
         vocab_size=VOCABULARY,
