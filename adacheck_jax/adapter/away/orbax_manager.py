@@ -106,8 +106,6 @@ class AdaCheckManager(Closing, ocp.CheckpointManager):
                 f"{self.directory}: the manager is closed: step {step} is not saved."
             )
         beside, saves = (items, save_kwargs, metrics, custom_metadata), self.handler.run.saves
-        given: Any = args
-        state = given if item is None or given is None else given.get(item)
 
         def save(prepared: SaveArgs | None = None, force: bool | None = True) -> bool:
             if prepared is None:  # else the caller may have left
@@ -123,6 +121,8 @@ class AdaCheckManager(Closing, ocp.CheckpointManager):
                 if not (force or self._is_due(step)):
                     check()
                     return False
+                given: Any = args
+                state = given if item is None else given.get(item)
                 is_alone = item is None or [*given] == [item]
                 is_ours = is_alone and all(each is None for each in beside)
                 return keeping.save(step, state, save, check, item, is_ours=is_ours)
