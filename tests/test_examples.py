@@ -30,7 +30,6 @@ RUNS = {
     "equinox_model": STEPS,
     "grain_data": STEPS,
     "lora": STEPS,
-    "maxtext_like": ("--steps 4 --save-interval 3", "--steps 6 --save-interval 3", "--evaluate"),
     "memory_of_hosts": ("",),
     "moe": ("--steps 3 --devices 4", "--steps 5 --devices 2"),
     "nnx_model": STEPS,
@@ -45,6 +44,7 @@ RUNS = {
     "rl_weight_sync": ("--steps 6",),
     "train_lm": (f"--steps 3 {ON_A_MESH}", f"--steps 5 {ON_A_MESH}"),
     "train_muon": ("--steps 3",),
+    "trainers/maxtext_like": ("--steps 4 --devices 4", "--steps 6 --devices 2", "--evaluate"),
     "v1": STEPS,
 }
 """Runs of each example; all check bits or raise by themselves."""
@@ -57,12 +57,16 @@ LONG = {"memory_of_hosts"}
 RUN_BY_PAGES = {"multiprocess": "clusters", "object_store": "clusters"}
 """Guides whose commands run an example, in ``tests/test_docs_code.py``."""
 
-WITHOUT_RUNS = {"plan_llama"}  # it is read by ``adacheck plan``; tests/cli/test_plan_command.py
+WITHOUT_RUNS = {
+    "plan_llama",  # it is read by ``adacheck plan``; tests/cli/test_plan_command.py
+    *("trainers/brax_ppo", "trainers/kauldron_mlp", "trainers/tunix_sft"),  # test_trainers.py
+}
 
 
 def test_every_example_is_run():
     run = RUNS.keys() | RUN_BY_PAGES.keys() | WITHOUT_RUNS
-    assert {path.stem for path in EXAMPLES.glob("*.py")} == run
+    found = {f"{path.relative_to(EXAMPLES).with_suffix('')}" for path in EXAMPLES.rglob("*.py")}
+    assert found == run
     for name, page in RUN_BY_PAGES.items():
         blocks = docs_code.blocks_of(ROOT / "docs" / "guide" / f"{page}.md")
         code = "".join(block.code for block in blocks if block.runs and block.language == "sh")

@@ -18,6 +18,7 @@ from etils import epath
 from orbax.checkpoint.checkpoint_manager import DEFAULT_ITEM_NAME
 
 from adacheck_jax.adapter import directories, trainer_items
+from adacheck_jax.adapter.arguments import RestoreArgs, SaveArgs
 from adacheck_jax.adapter.away.orbax_manager import AdaCheckManager
 from adacheck_jax.adapter.handler import AdaCheckHandler, HandlerOptions
 from adacheck_jax.adapter.manager import handler_and_options
@@ -127,21 +128,16 @@ class TrainerManager(AdaCheckManager):
         logger: Any = None,
         handler_registry: Any = None,
     ) -> None:
-        if checkpointers is not None:
-            raise ValueError(
-                "plug_in: expected a manager with item_handlers or a handler_registry, found "
-                "checkpointers=, which Orbax has given up. Nothing was made."
-            )
         place = directories.root_path(str(directory))
         options = options or ocp.CheckpointManagerOptions()
         block = self.block
         own, found = handler_and_options(place, block.recorder, options, {**block.options})
         is_mapping = isinstance(item_handlers, Mapping)
-        handlers: dict[str, Any] = {"item_handlers": own}
+        handlers: dict[str, Any] = {"item_handlers": own, "checkpointers": checkpointers}
         if is_mapping or item_handlers is None:
             others = {**item_handlers} if is_mapping else {}
             registry = trainer_items.registry(own, handler_registry, others)
-            handlers = {"handler_registry": registry}
+            handlers = {"handler_registry": registry, "checkpointers": checkpointers}
         super().__init__(own, place, options=found, metadata=metadata, logger=logger, **handlers)
         self._ties = Ties(own.run.has_recorder, block.options.get("params_path"))
         if is_mapping or item_names:
@@ -166,13 +162,19 @@ class TrainerManager(AdaCheckManager):
                 f"plug_in: expected save({step}, args=...), found no args=; Orbax has given up "
                 "items=. Nothing was saved."
             )
-        if not force and not self.should_save(step):
+        if not (force or self._is_due(step)):
             return False
         args, tied, others = self._ties.saving(args)
-        unnamed = "" if isinstance(args, ocp.args.Composite) else None
-        self._item = tied or next(iter(others), unnamed)
+        self._opener.wait()  # the save before may still make its line of steps
         self.handler.run.lines.note_updates({**dict.fromkeys(others, False), tied: True})
-        return super().save(step, items, save_kwargs, metrics, force, args, custom_metadata)
+        custom_metadata = custom_metadata or None  # tunix gives an empty one
+        return super().save(step, items, save_kwargs, metrics, True, args, custom_metadata)
+
+    def _state_item(self, args: Any) -> str | None:
+        if not isinstance(args, ocp.args.Composite):
+            return None
+        ours = (name for name, x in args.items() if isinstance(x, (SaveArgs, RestoreArgs)))
+        return next(ours, "")
 
     def restore(
         self,
@@ -183,7 +185,6 @@ class TrainerManager(AdaCheckManager):
         args: ocp.args.CheckpointArgs | None = None,
     ) -> Any:
         """As Orbax's, with arguments of stock Orbax or of this library."""
-        self._item = None
         if args is None or not isinstance(args, ocp.args.Composite):
             args = trainer_items.restore_args(args) if trainer_items.is_tree(args) else args
             found = super().restore(step, items, restore_kwargs, directory, args)
@@ -191,7 +192,7 @@ class TrainerManager(AdaCheckManager):
         self.wait_until_finished()  # as Orbax's restore; then what was saved last is there
         number = self.latest_step() if step is None and directory is None else step
         held = StepItems({}) if number is None else self._held(number, directory or self.directory)
-        self._item, asked = held.restoring(args, self.handler.metadata)
+        asked = held.restoring(args, self.handler.metadata)
         found = super().restore(number, items, restore_kwargs, directory, asked)
         return trainer_items.apart(found, args.keys())
 

@@ -12,9 +12,9 @@ import contextlib
 import dataclasses
 import functools
 import logging
-from collections.abc import Callable, Hashable, Iterable, Mapping
+from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 import orbax.checkpoint as ocp
@@ -82,20 +82,6 @@ def is_tree(args: Any) -> bool:
     return isinstance(args, (*_SAVES, *_RESTORES))
 
 
-class Saving(NamedTuple):
-    """A save as this library makes it.
-
-    Attributes:
-        args: arguments for Orbax.
-        tied: name of the item that holds what an update ties; None if there is none.
-        others: names of all other pytrees.
-    """
-
-    args: Any
-    tied: str | None = None
-    others: tuple[str, ...] = ()
-
-
 class Ties:
     """Items that one update ties, so that they are saved together, by the names of all.
 
@@ -109,14 +95,17 @@ class Ties:
         self._has_recorder, self._params_path = has_recorder, params_path
         self._known: dict[Hashable, frozenset[str]] = {}
 
-    def saving(self, args: Any) -> Saving:
+    def saving(self, args: Any) -> tuple[Any, str | None, Sequence[str]]:
         """Arguments of a save, of this library where they are of pytrees.
+
+        With the name of the item that holds what an update ties, None if there is none, and those
+        of all other pytrees.
 
         Raises:
             ValueError: the name of an item looks like names of several.
         """
         if not isinstance(args, ocp.args.Composite):
-            return Saving(save_args(args) if is_tree(args) else args)
+            return save_args(args) if is_tree(args) else args, None, ()
         given = {name: save_args(args[name]) for name in sorted(args) if is_tree(args[name])}
         if bad := [name for name in given if _BETWEEN in name]:
             raise ValueError(
@@ -127,10 +116,10 @@ class Ties:
         asked = {name: given.get(name, each) for name, each in args.items() if name not in tied}
         others = tuple(name for name in given if name not in tied)
         if not tied:
-            return Saving(ocp.args.Composite(**asked), None, others)
+            return ocp.args.Composite(**asked), None, others
         name, parts = _BETWEEN.join(sorted(tied)), {each: given[each] for each in sorted(tied)}
         asked[name] = parts[name] if len(parts) == 1 else _together(parts)
-        return Saving(ocp.args.Composite(**asked), name, others)
+        return ocp.args.Composite(**asked), name, others
 
     def _tied(self, states: Mapping[str, PyTree]) -> frozenset[str]:
         """Names of the items with a Recorder's state and with the params that it updates."""
@@ -266,8 +255,8 @@ class StepItems:
             return name
         return next((each for each in self.directories if name in each.split(_BETWEEN)), name)
 
-    def restoring(self, args: Any, metadata: Callable[[epath.Path], Any]) -> tuple[str | None, Any]:
-        """Arguments of a restore, by the items on the disk, and the name of one that is a pytree.
+    def restoring(self, args: Any, metadata: Callable[[epath.Path], Any]) -> Any:
+        """Arguments of a restore, by the items on the disk.
 
         Args:
             args: the trainer's, by its own names.
@@ -287,7 +276,7 @@ class StepItems:
             else:
                 described = functools.partial(metadata, self.directories[holder])
                 asked[holder] = _parts(holder, each, described)
-        return next(iter(parts), ""), ocp.args.Composite(**asked)
+        return ocp.args.Composite(**asked)
 
 
 def _parts(

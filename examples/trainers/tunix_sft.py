@@ -4,15 +4,17 @@ Kill it at any moment and run it again: tunix restores by itself what it saved l
 
     python examples/trainers/tunix_sft.py --root /tmp/tunix --steps 12
     python examples/trainers/tunix_sft.py --root /tmp/lora --steps 12 --lora
+    python examples/trainers/tunix_sft.py --root /tmp/mesh --steps 12 --mesh 2 2
 
-(1) and (2) mark what differs from the same script without adacheck_jax. ``--stock`` leaves (2) out,
-so that tunix saves as it does by itself; the bits of the losses are the same. Run with
-google-tunix 0.1.7 and jax 0.10.2.
+(1) and (2) mark what differs from the same script without adacheck_jax. Without (2) tunix saves as
+it does by itself, and the bits of the losses are the same. Run with google-tunix 0.1.7 and
+jax 0.10.2.
 """
 
 from __future__ import annotations
 
 import argparse
+import contextlib
 import hashlib
 from collections.abc import Iterator
 from typing import Any
@@ -34,7 +36,7 @@ LAYERS = ".*q_proj|.*kv_proj|.*gate_proj|.*down_proj|.*up_proj"
 
 
 def make_model(*, lora: bool) -> nnx.Module:
-    """A llama3 of 0.7 million params, and low-rank adapters if asked for."""
+    """A llama3 of 0.5 million params, and low-rank adapters if asked for."""
     config = llama.ModelConfig(
         num_layers=2,
         vocab_size=VOCABULARY,
@@ -51,6 +53,13 @@ def make_model(*, lora: bool) -> nnx.Module:
         return model
     provider = qwix.LoraProvider(module_path=LAYERS, rank=8, alpha=16.0)
     return qwix.apply_lora_to_model(model, provider, **model.get_model_input())
+
+
+def cut(model: nnx.Module, mesh: jax.sharding.Mesh) -> nnx.Module:
+    """The model on a mesh, cut as its authors annotated it."""
+    state = nnx.state(model)
+    nnx.update(model, jax.device_put(state, nnx.get_named_sharding(state, mesh)))
+    return model
 
 
 def batches() -> Iterator[peft_trainer.TrainingInput]:
@@ -78,23 +87,31 @@ def main() -> None:
     parser.add_argument("--root", required=True)
     parser.add_argument("--steps", type=int, default=12)
     parser.add_argument("--lora", action="store_true")
-    parser.add_argument("--stock", action="store_true")
+    parser.add_argument("--accumulate", type=int, help="gradients an update")
+    parser.add_argument("--mesh", type=int, nargs=2, metavar=("FSDP", "TP"))
     args = parser.parse_args()
+    if args.mesh:
+        jax.config.update(
+            "jax_num_cpu_devices", args.mesh[0] * args.mesh[1]
+        )  # without effect on GPUs
     config = peft_trainer.TrainingConfig(
         eval_every_n_steps=args.steps,
         max_steps=args.steps,
+        gradient_accumulation_steps=args.accumulate,
         checkpoint_root_directory=args.root,
         checkpointing_options=ocp.CheckpointManagerOptions(save_interval_steps=1, max_to_keep=3),
     )
-    model = make_model(lora=args.lora)
+    model, placed = make_model(lora=args.lora), contextlib.ExitStack()
+    if args.mesh:
+        axes = (jax.sharding.AxisType.Auto,) * 2
+        mesh = placed.enter_context(jax.make_mesh(args.mesh, ("fsdp", "tp"), axis_types=axes))
+        model = cut(model, mesh)
     recorder = adacheck.Recorder(optax.adamw(1e-3))  # (1)
-    if args.stock:
-        trainer = peft_trainer.PeftTrainer(model, recorder, config)
-    else:
+    with placed:
         with adacheck.plug_in(recorder):  # (2)
             trainer = peft_trainer.PeftTrainer(model, recorder, config)
-    print(f"begins behind step {trainer.train_steps}", flush=True)
-    trainer.with_gen_model_input_fn(model_input).train(batches())
+        print(f"begins behind step {trainer.train_steps}", flush=True)
+        trainer.with_gen_model_input_fn(model_input).train(batches())
     leaves = jax.tree.leaves((nnx.state(trainer.model), nnx.state(trainer.optimizer)))
     digest = hashlib.sha256(b"".join(np.asarray(leaf).tobytes() for leaf in leaves))
     print(f"step {trainer.train_steps}: {len(leaves)} leaves, {digest.hexdigest()[:16]}")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import concurrent.futures
 import dataclasses
 import logging
 from typing import Any
@@ -451,7 +452,7 @@ def test_arguments_that_are_refused(tmp_path):
         made = ocp.args.PyTreeRestore(params, legacy_transform_fn=lambda *_: None)
         with pytest.raises(ValueError, match="legacy_transform_fn"):
             manager.restore(0, args=ocp.args.Composite(model_params=made))
-    with pytest.raises(ValueError, match="checkpointers="), adacheck.plug_in(recorder):
+    with pytest.raises(ValueError, match="`checkpointers`"), adacheck.plug_in(recorder):
         ocp.CheckpointManager(tmp_path, ocp.PyTreeCheckpointer())
 
 
@@ -471,3 +472,38 @@ def test_a_leaf_of_a_stock_step_that_is_taken_twice_has_two_buffers(tmp_path):
         state = manager.restore(0, args=adacheck.RestoreArgs(state))
     pointers = [x.unsafe_buffer_pointer() for x in jax.tree.leaves(state) if x.size]
     assert len({*pointers}) == len(pointers)  # else a donating step refuses the state
+
+
+def test_a_policy_is_asked_once_a_save(tmp_path):
+    asked = list[int]()
+
+    def should_save(step, newest):
+        asked.append(step)
+        return step != 1
+
+    recorder, run = new_run()
+    with plugged(tmp_path, recorder, should_save_fn=should_save) as manager:
+        save_steps(manager, run, range(3))
+        assert manager.all_steps() == [0, 2]
+    assert asked == [0, 1, 2]
+
+
+def test_threads_that_restore_do_not_rename_what_is_saved(tmp_path):
+    recorder, run = new_run()
+    with plugged(tmp_path, recorder, max_to_keep=20) as manager:
+        saved = save_steps(manager, run, [0])
+        wanted = restoring(new_run()[1])
+
+        def restore():
+            for _ in range(4):
+                found = manager.restore(0, args=wanted)
+                assert_same_bits(found["model_params"], saved[0]["model_params"])
+
+        with concurrent.futures.ThreadPoolExecutor(2) as pool:
+            restores = [pool.submit(restore) for _ in range(2)]
+            for step in range(1, 9):
+                save_steps(manager, run, [step])
+            for each in restores:
+                each.result()
+    assert kinds_of(tmp_path, BOTH)[0] == "B"
+    assert len(kinds_of(tmp_path, BOTH)) == 9

@@ -105,6 +105,9 @@ class TestAbstractState:
         restored = restore(root, 3, fallback_sharding=whole)
         expected = jax.tree.unflatten(jax.tree.structure(run.state), saved_run[2][3])
         assert_same_bits(restored["params"], jax.tree.leaves(expected["params"]))
+        params = abstract(run.state["params"], mesh_of((2, 2)))  # moments go where they go
+        restored = restore(root, 3, {"params": params}, partial_restore=True)
+        assert_same_bits(restored["params"], jax.tree.leaves(expected["params"]))
 
 
 def forget_descriptions(item):

@@ -24,6 +24,7 @@ from adacheck_jax.save.line import kept
 from adacheck_jax.store import claims
 from adacheck_jax.store.packs import writer
 from adacheck_jax.store.steps import manifest_file
+from tests import support
 from tests.save.loop import Loop as Saving
 from tests.save.loop import holders, manifest_of
 
@@ -404,6 +405,50 @@ def test_metrics_are_not_left_out(tmp_path, monkeypatch):
             assert manager.save(step, **args)
         manager.wait_until_finished()
         assert manager.all_steps() == [1, 2, 5]
+
+
+ITEMS = ("params", "opt_state")
+
+
+class TrainerLoop(Loop):
+    """A loop as a trainer has it, with a manager of two items that was plugged in."""
+
+    def open(self) -> None:
+        handlers = {name: ocp.StandardCheckpointHandler() for name in ITEMS}
+        with adacheck.plug_in(self.run.recorder):
+            self.manager = ocp.CheckpointManager(self.root, item_handlers=handlers)
+        self.handler, self.clock = self.manager.handler, Clock(self.manager)
+
+    def put(self, **options: Any) -> None:
+        self.states[self.number] = support.host_copy([self.run.state[name] for name in ITEMS])
+        args: Any = {name: ocp.args.StandardSave(self.run.state[name]) for name in ITEMS}
+        args = ocp.args.Composite(**args)
+        assert self.manager.save(self.number, args=args, custom_metadata={}, **options)
+
+
+@pytest.mark.parametrize("mode", ["refuse", "hang"])
+def test_a_trainer_with_two_items_goes_on(mode, tmp_path, monkeypatch):
+    storage, loop = Storage(monkeypatch, "pack", mode), TrainerLoop(tmp_path)
+    with loop.manager as manager:
+        loop.until_away(storage, 3)
+        loop.clock.s += 1 if mode == "refuse" else 61
+        loop.step(3)
+        assert loop.kept == ([4, 5, 6, 7] if mode == "refuse" else [5, 6, 7])
+        storage.come_back()
+        loop.until_failed()
+        loop.clock.s += 60
+        loop.step()
+        params = ocp.args.StandardSave(loop.train()["params"])
+        manager.save(loop.number, args=ocp.args.Composite(params=params))
+        manager.wait_until_finished()
+    assert holders(tmp_path).keys() == {*loop.states, loop.number}
+    loop.open()
+    with loop.manager as manager:
+        for step, expected in loop.states.items():
+            number = None if manager.all_steps().count(step) else step
+            wanted = {name: adacheck.RestoreArgs(loop.run.state[name], number) for name in ITEMS}
+            found = manager.restore(holders(tmp_path)[step], args=ocp.args.Composite(**wanted))
+            support.assert_same_bits([found[name] for name in ITEMS], expected)
 
 
 def test_a_refused_step_may_be_saved_again_with_another_state(tmp_path, monkeypatch):

@@ -87,10 +87,13 @@ class SaveInFlight:
         is_new = newest is None or newest < step
         return is_new and self._manager._options.enable_async_checkpointing
 
-    def open(self, step: int, own: SaveArgs, save: Callable[[SaveArgs], bool]) -> bool:
+    def open(
+        self, step: int, own: SaveArgs, save: Callable[[SaveArgs], bool], item: str | None = None
+    ) -> bool:
         """Takes what is saved out of a state; of a delta the manager's thread does the rest."""
         saves, manager = self._promised.saves, self._manager
-        final = manager._get_save_directory(step, manager.directory) / DEFAULT_ITEM_NAME
+        final = manager._get_save_directory(step, manager.directory)
+        final /= item or DEFAULT_ITEM_NAME
         prepared = saves.prepare(located(str(final)), own)
 
         def save_behind() -> bool:

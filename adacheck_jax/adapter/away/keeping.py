@@ -22,8 +22,9 @@ from collections.abc import Callable
 from typing import Any
 
 import orbax.checkpoint as ocp
+from orbax.checkpoint.checkpoint_manager import DEFAULT_ITEM_NAME
 
-from adacheck_jax.adapter.arguments import KEPT, SaveArgs
+from adacheck_jax.adapter.arguments import KEPT, SaveArgs, in_item
 from adacheck_jax.adapter.away import outage as outages
 from adacheck_jax.adapter.away.deciding import Action, Flight, StorageFacts, decide
 from adacheck_jax.adapter.away.ending import Ending
@@ -43,7 +44,7 @@ class Keeping:
     """Saves each step of a training loop, or keeps it in memory to be written when storage answers.
 
     Args:
-        manager: the manager, which saves nothing but the state.
+        manager: the manager.
         run: its training run.
         together: the processes that save with it.
         opener: the beginning of its saves.
@@ -66,6 +67,7 @@ class Keeping:
         self._flight = SaveInFlight(manager, self.promised, opener, ending)
         self._thread = threading.get_ident()
         self._look: Look | None = None
+        self._item: str | None = None
 
     @property
     def is_asked(self) -> bool:
@@ -81,6 +83,7 @@ class Keeping:
         args: Any,
         save: Callable[..., bool],
         check: Callable[[], None],
+        item: str | None = None,
         *,
         is_ours: bool,
     ) -> bool:
@@ -88,9 +91,10 @@ class Keeping:
 
         Args:
             step: number of the step.
-            args: its arguments.
+            args: its arguments, of the state.
             save: calls Orbax's save of it, with other arguments if given.
             check: refuses arguments of another kind.
+            item: name of the state's item; None if it has no name.
             is_ours: True if it is a state alone; process 0's is taken, which alone has Orbax write
                 anything beside it.
 
@@ -98,6 +102,8 @@ class Keeping:
             StorageError: as :meth:`AdaCheckManager.save`.
         """
         self._thread, promised, flight = threading.get_ident(), self.promised, self._flight
+        if is_ours := is_ours and self._run.lines.is_only(item or DEFAULT_ITEM_NAME):
+            self._item = item
         try:
             action, told = self._decided(step, check, is_ours=is_ours)
         except BaseException:
@@ -105,7 +111,7 @@ class Keeping:
             raise
         is_ours, begin = told["is_ours"], save
         if is_ours and flight.may_open(step):
-            begin = functools.partial(flight.open, step, args, save)
+            begin = functools.partial(flight.open, step, args, save, item)
         if action is Action.SAVE and flight.begin(step, begin, is_ours=is_ours):
             return True
         if action is Action.WRITE:
@@ -183,7 +189,7 @@ class Keeping:
         elif told["is_there"] is not None:
 
             def save() -> bool:
-                args = SaveArgs(KEPT)
+                args = in_item(SaveArgs(KEPT), self._item)
                 return ocp.CheckpointManager.save(manager, number, args=args, force=True)
 
             self._flight.begin(number, save, is_ours=True)

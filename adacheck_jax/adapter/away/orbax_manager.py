@@ -19,7 +19,7 @@ import orbax.checkpoint as ocp
 from etils import epath
 
 from adacheck_jax.adapter import inputs
-from adacheck_jax.adapter.arguments import RestoreArgs, SaveArgs, expect_args
+from adacheck_jax.adapter.arguments import RestoreArgs, SaveArgs, expect_args, in_item
 from adacheck_jax.adapter.away import outage, restores
 from adacheck_jax.adapter.away.ending import Ending, goes_on
 from adacheck_jax.adapter.away.keeping import Keeping
@@ -57,7 +57,8 @@ class AdaCheckManager(Closing, ocp.CheckpointManager):
         named = handlers.items() if isinstance(handlers, Mapping) else ()
         self._item = next((name for name, each in named if each is handler), None)
         is_alone = jax.process_count() == 1
-        goes_on = handlers is handler and (is_alone or options.enable_async_checkpointing)
+        may_go_on = handlers is handler or "handler_registry" in arguments
+        goes_on = may_go_on and (is_alone or options.enable_async_checkpointing)
         run.lines.keeps_refused = goes_on
         self._together = together = Lockstep(root)
         run.lines.calls = together.calls
@@ -98,7 +99,8 @@ class AdaCheckManager(Closing, ocp.CheckpointManager):
         """
         step = expected_step(step, "give save the number of the step")
         expect_outside_callback(f"save({step})")
-        check = functools.partial(expect_args, args, SaveArgs, self._item)
+        item = self._state_item(args)
+        check = functools.partial(expect_args, args, SaveArgs, item)
         if self._is_closed:
             raise AdaCheckError(
                 f"{self.directory}: the manager is closed: step {step} is not saved."
@@ -109,16 +111,21 @@ class AdaCheckManager(Closing, ocp.CheckpointManager):
             if prepared is None:  # else the caller may have left
                 saves.left.clear()
             return super(AdaCheckManager, self).save(
-                *(step, items, save_kwargs, metrics, force, prepared or args, custom_metadata)
+                *(step, items, save_kwargs, metrics, force),
+                args=in_item(prepared, item) if prepared else args,
+                custom_metadata=custom_metadata,
             )
 
         try:
             if (keeping := self._keeping) is not None:
-                if not force and (step <= keeping.promised.last or not self.should_save(step)):
+                if not (force or self._is_due(step)):
                     check()
                     return False
-                is_ours = all(each is None for each in beside)
-                return keeping.save(step, args, save, check, is_ours=is_ours)
+                given: Any = args
+                state = given if item is None else given.get(item)
+                is_alone = item is None or [*given] == [item]
+                is_ours = is_alone and all(each is None for each in beside)
+                return keeping.save(step, state, save, check, item, is_ours=is_ours)
             is_called = jax.process_count() > 1 and (force or self.should_save(step))
             if is_called:
                 self._together.begin()
@@ -128,6 +135,15 @@ class AdaCheckManager(Closing, ocp.CheckpointManager):
             return save(force=is_called or force)
         finally:
             saves.left.set()
+
+    def _state_item(self, args: Any) -> str | None:
+        """Name of the state's item among arguments; None if it has no name."""
+        return self._item
+
+    def _is_due(self, step: int) -> bool:
+        """True if the options say that a step is saved, and it is not in memory."""
+        keeping = self._keeping
+        return (keeping is None or step > keeping.promised.last) and self.should_save(step)
 
     def restore_newest(self, abstract_state: PyTree) -> tuple[int, PyTree] | None:
         """The newest state that can be had: from memory, here or of other processes, or storage.
@@ -184,10 +200,10 @@ class AdaCheckManager(Closing, ocp.CheckpointManager):
             FileNotFoundError: no step holds it; or a later one does, and other items than the
                 state are asked for, of which there are none.
         """
-        call = f"restore({step})"
+        call, item = f"restore({step})", self._state_item(args)
         expect_outside_callback(call)
         expect_same = functools.partial(inputs.expect_same, where=f"{self.directory}")
-        self._together.meet(call, lambda: restores.described(args, self._item), expect_same)
+        self._together.meet(call, lambda: restores.described(args, item), expect_same)
         self._opener.wait()
         is_own = directory is None  # of another root the manager lists no steps
         with restores.deletion_told(self, step) if is_own else contextlib.nullcontext():
@@ -201,7 +217,7 @@ class AdaCheckManager(Closing, ocp.CheckpointManager):
             except KeyError as error:
                 if not is_own:
                     raise
-                return restores.without_item(self, step, args, self._item, error)
+                return restores.without_item(self, step, args, item, error)
 
     def reached_preemption(self, step: int) -> bool:
         """As Orbax's, for the training loop alone.

@@ -82,6 +82,12 @@ class Lines:
             )
         return None if self.process.is_elsewhere or not found else found[0]
 
+    def is_only(self, item: str) -> bool:
+        """True unless there are steps of another item."""
+        with contextlib.suppress(ValueError):
+            return (only := self.only) is None or only[0][1] == item
+        return False
+
     @property
     def keeper(self) -> Keeper | None:
         """The keeper of the steps in memory; None before the first one, or of several lines."""

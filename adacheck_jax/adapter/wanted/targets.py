@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import itertools
 import logging
 from collections.abc import Iterator, Mapping, Sequence
@@ -213,6 +214,8 @@ class Target:
         if place is not None:
             return place if self._args.strict or place is np.ndarray else _fitting(place, spec)
         fallback = self._args.fallback_sharding
+        if fallback is None and leaf is ocp.PLACEHOLDER:
+            fallback = self._asked.get(spec.shape, self._asked.get(()))
         try:
             saved = self._saved_sharding(path, fallback)
         except ValueError as error:
@@ -222,6 +225,15 @@ class Target:
                 "abstract state with shardings, or RestoreArgs(fallback_sharding=...)."
             ) from error
         return np.ndarray if saved is None else _fitting(saved, spec)
+
+    @functools.cached_property
+    def _asked(self) -> dict[tuple[int, ...], jax.sharding.Sharding]:
+        """Shardings asked for, by shapes: a replay may need leaves beside them, of moments."""
+        placed = ((np.shape(each), transfer.placement_of(each)) for each in self._wanted.values())
+        found = {x: place for x, place in placed if isinstance(place, jax.sharding.Sharding)}
+        for place in [*found.values()][:1]:
+            found.setdefault((), update_program.replicated(place))
+        return found
 
     def _saved_sharding(self, path: str, fallback: Any) -> jax.sharding.Sharding | None:
         """The sharding that a leaf was saved with, by Orbax's metadata; None if on no devices.

@@ -1,19 +1,20 @@
 """Saves every step in the shape of MaxText's loop: items, policies, a data iterator, evaluation.
 
-A ``Composite`` holds the state, through this library, and the position of the data iterator, as
-JSON. Kill it at any moment and run it again: state and data go on where they were::
+A ``Composite`` holds the state and the position of the data iterator, as JSON. Kill it at any
+moment and run it again, also on other devices: state and data go on where they were::
 
-    python examples/maxtext_like.py --root /tmp/maxtext --steps 30
-    python examples/maxtext_like.py --root /tmp/maxtext --steps 60 --save-interval 5
-    python examples/maxtext_like.py --root /tmp/maxtext --evaluate
+    python examples/trainers/maxtext_like.py --root /tmp/maxtext --steps 30
+    python examples/trainers/maxtext_like.py --root /tmp/maxtext --steps 60 --devices 4
+    python examples/trainers/maxtext_like.py --root /tmp/maxtext --evaluate
 
-The last line restores the params alone, without an optimizer. (1) to (5) mark what differs from
-stock Orbax's ``PyTreeSave`` and ``PyTreeRestore`` in the same loop. The data are made up.
+The last line restores the params alone, without an optimizer. (1) to (3) mark what differs from the
+same loop without adacheck_jax; all else is stock Orbax. The data are made up.
 """
 
 from __future__ import annotations
 
 import argparse
+import hashlib
 from pathlib import Path
 from typing import Any
 
@@ -35,8 +36,9 @@ model = nn.Sequential([nn.Dense(WIDTH), nn.gelu, nn.Dense(1)])
 
 
 def make_optimizer() -> tuple[optax.GradientTransformation, adacheck.Recorder]:
-    """The optimizer, and the recorder in it: (1) around the update, behind the clipping."""
-    recorder = adacheck.Recorder(optax.adamw(optax.warmup_constant_schedule(0.0, 1e-3, 10)))
+    """The optimizer, and the recorder in it."""
+    adamw = optax.adamw(optax.warmup_constant_schedule(0.0, 1e-3, 10))
+    recorder = adacheck.Recorder(adamw)  # (1) around the update, behind the clipping
     return optax.chain(optax.clip_by_global_norm(1.0), recorder), recorder
 
 
@@ -87,38 +89,33 @@ def train_step(state: TrainState, inputs: jax.Array) -> tuple[TrainState, jax.Ar
     return state.apply_gradients(grads=gradients), loss
 
 
-def create_manager(
-    root: Path, recorder: adacheck.Recorder | None, save_interval: int
-) -> adacheck.AdaCheckManager:
+def create_manager(root: Path) -> ocp.CheckpointManager:
     """A stock manager of two items, which keeps the newest steps and every tenth."""
     options = ocp.CheckpointManagerOptions(
-        save_interval_steps=save_interval,
+        save_interval_steps=1,
         preservation_policy=AnyPreservationPolicy([LatestN(3), EveryNSteps(10)]),
     )
-    items = {"iter": ocp.JsonCheckpointHandler()}
-    return adacheck.checkpoint_manager(  # (2) in the place of ocp.CheckpointManager
-        root, recorder, options=options, items=items, item="items"
-    )
+    handlers = {"items": ocp.PyTreeCheckpointHandler(), "iter": ocp.JsonCheckpointHandler()}
+    return ocp.CheckpointManager(root, options=options, item_handlers=handlers)
 
 
 def save_step(
-    manager: adacheck.AdaCheckManager,
-    step: int,
-    state: TrainState,
-    iterator: DataIterator,
-    is_last: bool,
+    manager: ocp.CheckpointManager, step: int, state: TrainState, iterator: DataIterator
 ) -> None:
-    """Saves a step, or (3) keeps it for the next save; on preemption, waits for the disk."""
-    preempted = manager.reached_preemption(step)
-    is_due = is_last or preempted or manager.should_save(step)
-    if is_due or not manager.handler.record_step(state, step):
-        items = adacheck.SaveArgs(state)  # (4) in the place of PyTreeSave
-        position = ocp.args.JsonSave(iterator.get_state())
-        # force, because a step that cannot be recorded has to be saved, due or not.
-        manager.save(step, args=ocp.args.Composite(items=items, iter=position), force=True)
-    if preempted:
+    """Saves a step; on preemption, waits for the disk."""
+    items = ocp.args.PyTreeSave(state)
+    position = ocp.args.JsonSave(iterator.get_state())
+    manager.save(step, args=ocp.args.Composite(items=items, iter=position))
+    if manager.reached_preemption(step):
         manager.wait_until_finished()
         raise SystemExit(f"preempted after step {step}, which is saved")
+
+
+def digest_of(state: TrainState) -> str:
+    """A digest of all bits."""
+    leaves = [np.asarray(leaf) for leaf in jax.tree.leaves(state)]
+    digest = hashlib.sha256(b"".join(leaf.tobytes() for leaf in leaves))
+    return f"{len(leaves)} leaves, {digest.hexdigest()[:16]}"
 
 
 def restore_or_init(
@@ -127,15 +124,17 @@ def restore_or_init(
     """The newest saved state and the step after it; the iterator goes on from its position."""
     if (newest := manager.latest_step()) is None:
         return init(), 1
-    items = adacheck.RestoreArgs(wanted)  # (4) in the place of PyTreeRestore
+    where = ocp.checkpoint_utils.construct_restore_args(wanted)
+    items = ocp.args.PyTreeRestore(wanted, restore_args=where)
     args = ocp.args.Composite(items=items, iter=ocp.args.JsonRestore())
     restored = manager.restore(newest, args=args)
     iterator.set_state(restored["iter"])
-    print(f"resuming after step {newest}, at {restored['iter']}")
-    return restored["items"], newest + 1
+    state = restored["items"]
+    print(f"resuming after step {newest}, at {restored['iter']}: {digest_of(state)}", flush=True)
+    return state, newest + 1
 
 
-def train(root: Path, steps: int, save_interval: int, mesh: Mesh) -> None:
+def train(root: Path, steps: int, mesh: Mesh) -> None:
     """Trains up to a number of steps, from the newest saved one."""
     optimizer, recorder = make_optimizer()
 
@@ -147,20 +146,24 @@ def train(root: Path, steps: int, save_interval: int, mesh: Mesh) -> None:
     init = jax.jit(init_state, out_shardings=shardings)
     step_fn = jax.jit(train_step, donate_argnums=0, out_shardings=(shardings, None))
     iterator = DataIterator(seed=0)
-    with create_manager(root, recorder, save_interval) as manager:
+    with adacheck.plug_in(recorder):  # (2)
+        manager = create_manager(root)
+    with manager:
         state, first = restore_or_init(manager, wanted, init, iterator)
         for step in range(first, steps + 1):
             inputs = jax.device_put(next(iterator), NamedSharding(mesh, jax.P("fsdp")))
             state, loss = step_fn(state, inputs)
-            save_step(manager, step, state, iterator, is_last=step == steps)
-            print(f"step {step}, loss {loss:.4f}")
+            save_step(manager, step, state, iterator)
+            print(f"step {step}, loss {loss:.4f}: {digest_of(state)}", flush=True)
 
 
 def evaluate(root: Path, mesh: Mesh) -> None:
-    """Restores the params of the newest step, and (5) nothing of its optimizer."""
-    with create_manager(root, None, 1) as manager:
+    """Restores the params of the newest step, and nothing of its optimizer."""
+    with adacheck.plug_in():  # (3)
+        manager = create_manager(root)
+    with manager:
         wanted = {"params": abstract(jax.eval_shape(init_params), mesh)}
-        items = adacheck.RestoreArgs(wanted, partial_restore=True)
+        items = ocp.args.PyTreeRestore(wanted, partial_restore=True)
         step = manager.latest_step()
         if step is None:
             raise SystemExit(f"{root}: no step is saved there")
@@ -174,19 +177,16 @@ def main() -> None:
     parser = argparse.ArgumentParser(description="Save every step in the shape of MaxText's loop.")
     parser.add_argument("--root", type=Path, required=True, help="checkpoint directory")
     parser.add_argument("--steps", type=int, default=30, help="steps in all (default 30)")
-    parser.add_argument(
-        "--save-interval",
-        type=int,
-        default=1,
-        help="steps from one save to the next, which holds those between them too (default 1)",
-    )
+    parser.add_argument("--devices", type=int, help="number of CPU devices")
     parser.add_argument("--evaluate", action="store_true", help="restore the params and end")
     args = parser.parse_args()
+    if args.devices:
+        jax.config.update("jax_num_cpu_devices", args.devices)
     mesh = jax.make_mesh((jax.device_count(),), ("fsdp",), axis_types=(AxisType.Auto,))
     if args.evaluate:
         evaluate(args.root.absolute(), mesh)
     else:
-        train(args.root.absolute(), args.steps, args.save_interval, mesh)
+        train(args.root.absolute(), args.steps, mesh)
 
 
 if __name__ == "__main__":
