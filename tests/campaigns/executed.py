@@ -36,7 +36,7 @@ from tests.slices import MEASURED, SPARE
 PACKAGE = "adacheck_jax"
 ROOT = Path(__file__).parents[2]
 RECORD = ROOT / ".pytest_cache/executed.json"
-QUICK_S = 0.4
+QUICK_S = 0.2
 """CPU time of a test that is worth while whatever it executes."""
 LEFT = 2
 """Tests that are left to each line, if so many execute it."""

@@ -12,7 +12,6 @@ from tests.campaigns import (
     command,
     executed,
     growth,
-    history,
     interleavings,
     mutations,
     plans,
@@ -185,13 +184,6 @@ def test_no_step_of_a_row_is_lost(family, count, options):
     options = ["--family", family, *options]
     found = [*rows.campaign(range(count), devices=devices, options=options)]
     assert not [text for each in found for text in rows.problems(each, family)]
-
-
-@pytest.mark.slow
-def test_single_flipped_bits_are_named_by_step_leaf_and_element():
-    found = [*history.campaign(steps=30, mb=0.2, faults=2, clean=1, seed=0)]
-    assert [each.is_right for each in found] == [True] * 3, found
-    assert all(max(each.restored_counts) <= 7 for each in found)
 
 
 @pytest.mark.first(0, slow=1)
