@@ -1,6 +1,7 @@
-"""The plan of the house: which room may know which, and the lists of BUILD.md drawn from it.
+"""The plan of the house: which room may know which, and the picture of BUILD.md drawn from it.
 
-``python -m tests.house`` writes the picture and the lists anew; a test fails while they differ.
+``python -m tests.house`` writes the picture and the list of rooms anew; a test fails while they
+differ.
 """
 
 from __future__ import annotations
@@ -192,19 +193,10 @@ def imports() -> dict[str, tuple[set[str], set[str]]]:
 
 
 def purpose_of(path: Path) -> str:
-    """First sentence of a module's docstring, as the lists give it."""
+    """First sentence of a module's docstring, as the list gives it."""
     text = ast.get_docstring(ast.parse(path.read_text())) or ""
-    first = " ".join(text.split("\n\n")[0].split())
-    return re.sub(r":\w+:`~?(?:[\w.]+\.)?(\w+)`", r"`\1`", first).replace("``", "`").rstrip(".")
-
-
-def brief(purpose: str) -> str:
-    """A purpose up to the first colon, semicolon or comma behind four words or more, but lists."""
-    for end in re.finditer(r"[:;,] ", purpose):
-        start = purpose[: end.start()]
-        if len(start.split()) > 3 and (end[0] != ", " or ": " not in start):
-            return start
-    return purpose
+    first = " ".join(text.split("\n\n")[0].split()).rstrip(".").replace("``", "`")
+    return f"{first[0].lower()}{first[1:]}"
 
 
 def picture() -> str:
@@ -216,33 +208,20 @@ def picture() -> str:
     return "\n".join([*lines, "```"])
 
 
-def parts_of(room: str) -> dict[str, Path]:
-    """Modules directly in a room, and its folders by their ``__init__``; none of a room of one."""
-    found = {}
-    for name, path in MODULES.items():
-        if (part := part_of(name, room)) is not None:
-            folder = PACKAGE / room / part / "__init__.py"
-            found[f"{part}/" if folder.exists() else part] = folder if folder.exists() else path
-    return found
-
-
-def lists() -> str:
-    """One list a room: its modules and folders, and in brief the purpose of each."""
-    blocks = [picture()]
+def rooms() -> str:
+    """The purpose of each room, a line each."""
+    rows = []
     for room in MAY_IMPORT:
         package = PACKAGE / room / "__init__.py"
-        title = purpose_of(package if package.exists() else MODULES[room])
-        blocks.append(f"### `{room}`: {title[0].lower()}{title[1:]}")
-        if parts := parts_of(room):
-            rows = [f"- `{part}`: {brief(purpose_of(path))}" for part, path in parts.items()]
-            blocks.append("\n".join(rows))
-    return "\n\n".join(blocks)
+        rows.append(f"- `{room}`: {purpose_of(package if package.exists() else MODULES[room])}")
+    return "\n".join(rows)
 
 
 def drawn(text: str) -> str:
-    """BUILD.md with the picture and the lists as they are now."""
+    """BUILD.md with the picture and the list as they are now."""
     pattern = r"(<!-- house -->\n).*(<!-- /house -->)"
-    return re.sub(pattern, lambda m: f"{m[1]}\n{lists()}\n\n{m[2]}", text, flags=re.DOTALL)
+    now = f"{picture()}\n\n{rooms()}"
+    return re.sub(pattern, lambda m: f"{m[1]}\n{now}\n\n{m[2]}", text, flags=re.DOTALL)
 
 
 if __name__ == "__main__":

@@ -1,11 +1,13 @@
 """Slices of the tests: each test is in one of them, and in the same one in every run."""
 
+import ast
+import functools
 import subprocess
 import sys
 
 import pytest
 
-from tests import slices
+from tests import house, slices
 from tests.slices import Slice
 
 NAMES = [f"tests/room/test_{n}.py::test_it[{n}]" for n in range(400)]
@@ -38,3 +40,15 @@ def test_a_run_has_the_tests_of_its_slice(tmp_path):
     passed = {n for n in range(30) if f"test_n[{n}] PASSED" in run.stdout}
     assert passed == {n for n in range(30) if Slice("1/3").has(f"test_n.py::test_n[{n}]")}
     assert f"{len(passed)} passed, {30 - len(passed)} deselected" in run.stdout
+
+
+def test_spare_tests_are_there():
+    @functools.cache
+    def tests_in(file):
+        path = house.ROOT / file
+        nodes = ast.walk(ast.parse(path.read_text())) if path.exists() else ()
+        return {each.name for each in nodes if isinstance(each, ast.FunctionDef)}
+
+    parts = [x.partition("[")[0].split("::") for x in slices.SPARE.read_text().splitlines()]
+    gone = {f"{file}::{test}" for file, *_, test in parts if test not in tests_in(file)}
+    assert not gone, "run: python -m tests.campaigns.executed"

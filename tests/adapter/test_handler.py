@@ -107,8 +107,18 @@ class TestDecisions:
             save_steps(manager, run, 2)
             run.advance()
             save_steps(manager, run, 2)
-            save(manager, 6, {**run.advance(), "note": jnp.zeros(3)})
-        assert kinds_of(tmp_path) == "BDBDB"
+            for step, added in enumerate(({"note": 3}, {"note": 4}, {"notes": 4}), start=6):
+                save(
+                    manager, step, {**run.advance(), **{k: jnp.zeros(n) for k, n in added.items()}}
+                )
+        assert kinds_of(tmp_path) == "BDBDBBB"
+        bases = [manifest_file.read(tmp_path / str(step) / "default") for step in (6, 7, 8)]
+        count = len(bases[0].leaves)
+        assert [each.reason for each in bases] == [
+            f"the state has {count} leaves, the step before {count - 1}",
+            "note changed from float32[3] to float32[4]",
+            "the tree changed: notes where note was",
+        ]
 
     def test_what_changes_without_an_update_is_stored_and_no_record(self, tmp_path):
         run = support.dict_run(mesh_of((4, 2)))
@@ -153,6 +163,17 @@ class TestDecisions:
         record_bytes = sum(leaf.nbytes for leaf in leaves if leaf.path in records)
         assert sum(pack.raw_bytes for pack in delta.packs) <= record_bytes + 64 * len(leaves)
         assert "leaves" not in json.loads(entry.manifest_path.read_text())
+
+    def test_a_leaf_that_stays_is_not_written_behind_the_first_base(self, tmp_path):
+        recorder, params, frozen = adacheck.Recorder(optax.sgd(0.1)), jnp.ones(8), jnp.arange(64.0)
+        inner = recorder.init(params)
+        with manager_of(tmp_path, adacheck.AdaCheckHandler(recorder)) as manager:
+            for step in (1, 2):
+                updates, inner = recorder.update(params, inner, params)
+                params = optax.apply_updates(params, updates)
+                save(manager, step, {"params": params, "opt_state": inner, "frozen": frozen})
+        found = lookup.resolve(tmp_path / "2" / "default")
+        assert "frozen" not in {found.base.leaves[i].path for i in found.saves[0][0].stored}
 
     def test_looking_at_an_older_step_goes_on_and_going_back_begins_anew(self, tmp_path):
         run = support.dict_run(mesh_of((2, 2)))

@@ -3,8 +3,9 @@
     python -m tests.campaigns.executed
 
 names in ``tests/spare.txt`` the tests that wait for their slice, as slow ones do: those that take
-long, and two other tests execute each of their lines. Of tests that execute the same the quicker
-ones stay. The record is that of :mod:`tests.campaigns.mutations`, and holds the spare ones too.
+long, and two other tests execute each of their lines, one of them of the line's room if there is
+one. Of tests that execute the same the quicker ones stay. The record is that of
+:mod:`tests.campaigns.mutations`, and holds the spare ones too.
 
 This module is a plugin of pytest too, by which :func:`recorded` has the tests measured. Functions
 that keep what they have computed, and programs that JAX has traced, are forgotten where the next
@@ -40,6 +41,8 @@ QUICK_S = 0.4
 """CPU time of a test that is worth while whatever it executes."""
 LEFT = 2
 """Tests that are left to each line, if so many execute it."""
+OF_ROOM = 1
+"""Tests of its own room that are left to it, which look at what it does most closely."""
 FILE_S = 0.4
 """CPU time in which pytest imports and collects one more file of tests."""
 
@@ -171,11 +174,17 @@ def spare(record: Record) -> list[str]:
     """The tests that take long, and leave each of their lines to so many others as it needs."""
     executed: dict[str, list[int]] = {test: [] for test in record.seconds}
     counts = list[int]()
-    for lines in record.lines.values():
-        for tests in lines.values():
-            for test in {*tests}:
-                executed[test].append(len(counts))
-            counts.append(min(LEFT, len({*tests})))
+
+    def need(tests: set[str], count: int) -> None:
+        for test in tests:
+            executed[test].append(len(counts))
+        counts.append(min(count, len(tests)))
+
+    for file, lines in record.lines.items():
+        room = f"tests/{Path(file).parts[1]}"
+        for tests in map(set, lines.values()):
+            need(tests, LEFT)
+            need({test for test in tests if _is_below(test, room)}, OF_ROOM)
 
     def take(test: str) -> None:
         for line in executed[test]:
@@ -187,7 +196,7 @@ def spare(record: Record) -> list[str]:
     slow = [test for test, seconds in record.seconds.items() if seconds >= QUICK_S]
     for test in record.seconds.keys() - {*slow}:
         take(test)
-    left = [(worth(test), test) for test in slow]
+    left, taken = [(worth(test), test) for test in slow], list[str]()
     heapq.heapify(left)
     while left and left[0][0]:
         _, test = heapq.heappop(left)
@@ -196,7 +205,14 @@ def spare(record: Record) -> list[str]:
             heapq.heappush(left, (now, test))
         else:
             take(test)
-    return sorted(test for _, test in left)
+            taken.append(test)
+    found = [test for _, test in left]
+    for test in sorted(taken, key=record.seconds.__getitem__, reverse=True):
+        if all(counts[line] < 0 for line in executed[test]):  # later ones do without it
+            found.append(test)
+            for line in executed[test]:
+                counts[line] += 1
+    return sorted(found)
 
 
 def file_of(test: str) -> str:

@@ -2,7 +2,10 @@
 
     python -m tests.campaigns.machine --profile crashes --count 500
     python -m tests.campaigns.machine --profile hosts --minutes 60 --seed 3
+    python -m tests.campaigns.machine --profile all --count 8 --minutes 5
     python -m tests.campaigns.machine --list
+
+``--minutes`` is for each profile; ``all`` names all of them.
 
 A world is one root, drawn from a seed with the options of those who save into it. It has one life
 after the other (:mod:`.life`), each of one or more processes, on a mesh of its own: a life restores
@@ -183,7 +186,8 @@ def main() -> int:
         rows.append((ANY_ORDER, "saves, deletions, moves, crashes, restores in any order"))
         print(command.table(("profile", "does"), rows))
         return 0
-    parts = [each.partition("=") for each in args.profile]
+    given = [*PROFILES, ANY_ORDER] if args.profile == ["all"] else args.profile
+    parts = [each.partition("=") for each in given]
     named = [(name, int(count or args.count)) for name, _, count in parts]
     if unknown := {name for name, _ in named} - {*PROFILES, ANY_ORDER}:
         parser.error(f"expected names of --list, found {sorted(unknown)}")

@@ -221,11 +221,3 @@ def test_a_handler_given_a_whole_chain_records_with_the_recorder_in_it(tmp_path)
         saved = support.save_steps(manager, run, 3)
     assert kinds_of(tmp_path) == "BDD"
     support.assert_steps(tmp_path, saved, run.state)
-
-
-def test_a_chain_without_a_recorder_is_refused_when_the_handler_is_made():
-    with pytest.raises(RecorderError, match="the Recorder object itself"):
-        adacheck.AdaCheckHandler(optax.chain(optax.clip(1.0), optax.adamw(1e-2)))
-    not_a_recorder: Any = "recorder"
-    with pytest.raises(TypeError, match="expected a Recorder"):
-        adacheck.AdaCheckHandler(not_a_recorder)

@@ -212,24 +212,6 @@ def test_the_places_of_what_is_stored_are_those_that_are_left_when_zeros_are_tak
 
 
 @KINDS
-@pytest.mark.parametrize("more_bytes", [0, 1, 100])
-@pytest.mark.parametrize("bit", [None, 0, 1, 8, -1])
-def test_zeros_take_no_room_and_a_block_with_one_bit_is_stored(kind, more_bytes, bit, tmp_path):
-    content, size = np.zeros(40 * kind.block_bytes + more_bytes, np.uint8), kind.block_bytes
-    if bit is not None:
-        content[3 * size + bit % size] = 0x80
-    zeros = write_one(tmp_path, kind, content)
-    assert zeros == (((0, 40),) if bit is None else ((0, 3), (4, 40)))
-    assert stored_bytes(tmp_path) < (4096 + size if more_bytes or bit is not None else 1)
-    end = content.size
-    spans = [(0, end), (5, 5), (7, 7 + size), (end - 1, end), (4 * size - 1, end)]
-    found = pack_reader(tmp_path, kind, end, zeros).read(spans, what="leaf")
-    assert [each.tobytes() for each in found] == [content[a:b].tobytes() for a, b in spans]
-    with pytest.raises(FormatError, match=rf"a pack of {end} bytes"):
-        pack_reader(tmp_path, kind, end).read([(0, 1)], what="leaf")
-
-
-@KINDS
 @pytest.mark.parametrize("zeros", [(), ((1, 2),), ((1, 2), (3, 4)), ((1, 2), (3, 6)), ((0, 6),)])
 def test_zeros_that_are_declared_and_are_not_or_are_and_are_not_declared_are_an_error(
     kind, zeros, tmp_path
