@@ -39,14 +39,27 @@ def _show_plan(report: RedundancyReport) -> None:
                 name,
                 decimal(round(size)),
                 size and _ratio(report.held_bytes / size),
-                decimal(round(size / report.process_count)) if name in ("base", "delta") else None,
+                decimal(round(size / report.process_count)) if number > 1 else None,
             )
-            for name, size in saves
+            for number, (name, size) in enumerate(saves)
             if size is not None
         ],
         right=("bytes", "times less"),
     )
     print_text("")
+    needs = (
+        ("host memory, each process", report.memory_bytes, "its part of a base and of two deltas"),
+        (
+            "the same, shadow=None",
+            report.sampled_memory_bytes,
+            "two deltas; on accelerators a base too, while it is written",
+        ),
+        ("disk", report.disk_bytes, "two bases, and the deltas between"),
+    )
+    rows = [(name, decimal(size), why) for name, size, why in needs if size is not None]
+    if rows:
+        print_rows(("a run needs at most", "bytes", "for"), rows, right=("bytes",))
+        print_text("")
     kinds = (
         (
             "declared replicas",

@@ -73,6 +73,11 @@ class HostMemory:
             if size_bytes > most_bytes and place is not None and remove_others(place):
                 most_bytes = self.may_take()  # what was recovered from took it
             if size_bytes <= most_bytes:
+                _log.info(
+                    "Deltas are checked in full: a copy of the state in host memory takes %d MiB, "
+                    "and may take %d.",
+                    *(-(-size_bytes >> 20), most_bytes >> 20),
+                )
                 self._tell_copies(structure, update, held, wanted_bytes, most_bytes)
                 return ShadowState(structure, update, fold, held, journal, most_bytes, peers=peers)
             wanted_bytes = max(size_bytes, wanted_bytes)

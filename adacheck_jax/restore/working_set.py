@@ -108,7 +108,7 @@ class WorkingSet:
         leaf = self._leaves[index]
         if not is_abstract(leaf):
             return False
-        where = leaf.sharding
+        where: Any = leaf.sharding
         is_there = where is None or where == array.sharding
         self._leaves[index] = array if is_there else _moved(array, where)
         return True

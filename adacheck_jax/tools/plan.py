@@ -46,6 +46,12 @@ class RedundancyReport:
             with ``record_bytes``.
         max_deltas: number of deltas for each base.
         amortised_bytes: mean bytes of a save over one base and ``max_deltas`` deltas.
+        memory_bytes: host memory that saves take in each process at most, beside the training's:
+            its part of a base, to check in full, and of two deltas.
+        sampled_memory_bytes: the same without a copy to check by (``shadow=None``): its part of two
+            deltas, and from accelerators of a base while one is written.
+        disk_bytes: bytes of a root that keeps few steps, at most: two bases, and the deltas
+            between.
     """
 
     device_count: int
@@ -60,6 +66,9 @@ class RedundancyReport:
     other_bytes: int | None
     max_deltas: int
     amortised_bytes: float | None
+    memory_bytes: int | None
+    sampled_memory_bytes: int | None
+    disk_bytes: int | None
 
 
 def redundancy_report(
@@ -239,9 +248,14 @@ def _totals(
     base_bytes, delta_bytes = total_bytes(placed), total_bytes(placed.keys() - computed)
     record_bytes, has_deltas = total_bytes(consumed), bool(counts)
     mean_bytes = (base_bytes + max_deltas * delta_bytes) / (1 + max_deltas)
+    process_count = max(each.process_count for each in placed.values())
+    own_base_bytes, own_delta_bytes = (
+        -(-base_bytes // process_count),
+        -(-delta_bytes // process_count),
+    )
     return RedundancyReport(
         device_count=max(each.device_count for each in placed.values()),
-        process_count=max(each.process_count for each in placed.values()),
+        process_count=process_count,
         leaf_count=len(placed),
         held_bytes=sum(placed[path].held_bytes for path in held),
         state_bytes=total_bytes(held),
@@ -252,4 +266,7 @@ def _totals(
         other_bytes=delta_bytes - record_bytes if has_deltas else None,
         max_deltas=max_deltas,
         amortised_bytes=mean_bytes if has_deltas else None,
+        memory_bytes=own_base_bytes + 2 * own_delta_bytes if has_deltas else None,
+        sampled_memory_bytes=2 * own_delta_bytes if has_deltas else None,
+        disk_bytes=2 * base_bytes + max_deltas * delta_bytes if has_deltas else None,
     )

@@ -122,6 +122,9 @@ def test_a_small_example_by_hand():
     assert report.other_bytes == step_bytes + count_bytes
     assert report.delta_bytes == record_bytes + step_bytes + count_bytes
     assert report.amortised_bytes == (288 + 3 * 64) / 4
+    assert report.memory_bytes == 288 // 2 + 2 * 64 // 2
+    assert report.sampled_memory_bytes == 2 * 64 // 2
+    assert report.disk_bytes == 2 * 288 + 3 * 64
 
 
 @pytest.mark.parametrize("make", [support.dict_run, support.linen_run, support.nnx_run])
