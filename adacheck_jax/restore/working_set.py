@@ -108,9 +108,9 @@ class WorkingSet:
         leaf = self._leaves[index]
         if not is_abstract(leaf):
             return False
-        where: Any = leaf.sharding
-        is_there = where is None or where == array.sharding
-        self._leaves[index] = array if is_there else _moved(array, where)
+        if leaf.sharding is not None and leaf.sharding != array.sharding:
+            array = _moved(array, leaf.sharding)
+        self._leaves[index] = array
         return True
 
     def take(self, indices: Sequence[int], copied: Collection[int] = ()) -> list[jax.Array]:
