@@ -115,7 +115,17 @@ def turned(s: Any) -> Asked:
     return {"item": abstract(s), "restore_args": args}, s
 
 
+def with_a_record_apart(s: Any) -> Asked:
+    def place(path: Any, x: Any) -> Any:
+        is_recorded = "adacheck_record" in jax.tree_util.keystr(path)
+        where = ONE if is_recorded else x.sharding
+        return jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=where)
+
+    return {"abstract_state": jax.tree_util.tree_map_with_path(place, s)}, s
+
+
 ASKED: dict[str, Callable[[Any], Asked]] = {
+    "a record apart": with_a_record_apart,
     "whole": lambda s: ({"abstract_state": abstract(s)}, s),
     "elsewhere": lambda s: ({"abstract_state": abstract(s, mesh_of((2, 4)))}, s),
     "one device": lambda s: ({"abstract_state": abstract(s, mesh_of((1, 1)))}, s),
