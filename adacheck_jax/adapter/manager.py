@@ -85,11 +85,7 @@ def checkpoint_manager(
             is read otherwise in some places, as one with a backslash is; or no directory can be
             there.
     """
-    if unknown := handler.keys() - HandlerOptions.__annotations__:
-        raise TypeError(
-            f"checkpoint_manager: expected options of AdaCheckHandler, found {sorted(unknown)}; "
-            f"those are {', '.join(sorted(HandlerOptions.__annotations__))}."
-        )
+    expect_options("checkpoint_manager", handler)
     place, usual = directories.root_path(root), NEWEST if options is None else None
     options = options or ocp.CheckpointManagerOptions()
     if twice := {item, "metrics"} & {*(items or {})}:
@@ -210,6 +206,20 @@ def _keeping_by(
         mode = ocp.options.AtomicityMode.COMMIT_FILE
         found.atomicity_options = ocp.options.AtomicityOptions(mode=mode)
     return found
+
+
+def expect_options(call: str, handler: Mapping[str, Any]) -> None:
+    """Refuses options that a handler does not have.
+
+    Raises:
+        TypeError: the message names them, and those that there are.
+    """
+    known = HandlerOptions.__annotations__
+    if unknown := sorted(handler.keys() - known):
+        raise TypeError(
+            f"{call}: expected options of AdaCheckHandler, found {unknown}; those are "
+            f"{', '.join(sorted(known))}."
+        )
 
 
 def _refuse(options: Any) -> None:

@@ -11,6 +11,7 @@ import contextlib
 import dataclasses
 import functools
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import nullcontext
 from typing import Any, Unpack
 
 import orbax.checkpoint as ocp
@@ -19,9 +20,10 @@ from orbax.checkpoint.checkpoint_manager import DEFAULT_ITEM_NAME
 
 from adacheck_jax.adapter import directories, trainer_items
 from adacheck_jax.adapter.arguments import RestoreArgs, SaveArgs
-from adacheck_jax.adapter.away.orbax_manager import AdaCheckManager
+from adacheck_jax.adapter.away import restores
+from adacheck_jax.adapter.away.orbax_manager import AdaCheckManager, one_at_a_time
 from adacheck_jax.adapter.handler import AdaCheckHandler, HandlerOptions
-from adacheck_jax.adapter.manager import handler_and_options
+from adacheck_jax.adapter.manager import expect_options, handler_and_options
 from adacheck_jax.adapter.trainer_items import StepItems, Ties
 from adacheck_jax.device.loops import xla_call
 from adacheck_jax.errors import AdaCheckError
@@ -62,9 +64,11 @@ def plug_in(
 
     Raises:
         AdaCheckError: no manager was made in the block.
+        TypeError: an option that no handler has.
         ValueError: options that contradict each other, or that belong to an API that Orbax has
             given up.
     """
+    expect_options("plug_in (options of the manager stay the trainer's)", handler)
     AdaCheckHandler(recorder, **handler).close()  # what is wrong is an error here
     block = _Block(recorder, handler)
     # Never taken back: Python's own __new__ would refuse arguments once it was replaced.
@@ -146,6 +150,7 @@ class TrainerManager(AdaCheckManager):
             xla_call.begin()
         block.made.append(self)
 
+    @one_at_a_time
     def save(
         self,
         step: int,
@@ -192,7 +197,8 @@ class TrainerManager(AdaCheckManager):
         self.wait_until_finished()  # as Orbax's restore; then what was saved last is there
         number = self.latest_step() if step is None and directory is None else step
         held = StepItems({}) if number is None else self._held(number, directory or self.directory)
-        asked = held.restoring(args, self.handler.metadata)
+        with restores.deletion_told(self, number) if directory is None else nullcontext():
+            asked = held.restoring(args, self.handler.metadata)
         found = super().restore(number, items, restore_kwargs, directory, asked)
         return trainer_items.apart(found, args.keys())
 

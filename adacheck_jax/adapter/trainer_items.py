@@ -261,11 +261,16 @@ class StepItems:
         Args:
             args: the trainer's, by its own names.
             metadata: describes a pytree.
+
+        Raises:
+            KeyError: the step has other items.
         """
         asked: dict[str, Any] = {}
         parts: dict[str, dict[str, RestoreArgs]] = {}
         for name, each in args.items():
             holder = self.holder(name)
+            if holder not in self.directories and not getattr(each, "skip_damaged", False):
+                self._refuse(name)
             if is_tree(each) or (each is None and self.is_tree(holder)):
                 parts.setdefault(holder, {})[name] = restore_args(each)
             else:
@@ -277,6 +282,13 @@ class StepItems:
                 described = functools.partial(metadata, self.directories[holder])
                 asked[holder] = _parts(holder, each, described)
         return ocp.args.Composite(**asked)
+
+    def _refuse(self, name: str) -> None:
+        if not self.directories:  # there is no step, which Orbax tells
+            return
+        where = next(iter(self.directories.values())).parent
+        names = sorted(part for each in self.directories for part in each.split(_BETWEEN))
+        raise KeyError(f"{where}: expected items of the step, {names}, found {name!r}")
 
 
 def _parts(

@@ -419,6 +419,14 @@ def test_a_block_holds_for_itself_alone(tmp_path):
     assert type(ocp.CheckpointManager(tmp_path / "c")) is ocp.CheckpointManager
 
 
+def test_an_option_that_no_handler_has_is_named():
+    with (
+        pytest.raises(TypeError, match=r"plug_in .*trainer's.*\['max_to_keep'\]; those are"),
+        adacheck.plug_in(max_to_keep=3),
+    ):
+        pass
+
+
 def test_a_block_without_a_manager_is_an_error():
     with pytest.raises(adacheck.AdaCheckError, match="found none"), adacheck.plug_in():
         pass
@@ -472,6 +480,31 @@ def test_a_leaf_of_a_stock_step_that_is_taken_twice_has_two_buffers(tmp_path):
         state = manager.restore(0, args=adacheck.RestoreArgs(state))
     pointers = [x.unsafe_buffer_pointer() for x in jax.tree.leaves(state) if x.size]
     assert len({*pointers}) == len(pointers)  # else a donating step refuses the state
+
+
+def test_an_item_that_was_not_saved_is_named_beside_those_that_were(root_and_saved):
+    """It is not taken for a step that retention deletes at this moment."""
+    root, saved = root_and_saved
+    recorder, run = new_run()
+    with plugged(root, recorder) as manager:
+        asked = ocp.args.Composite(modle=ocp.args.PyTreeRestore(states(run)["model_params"]))
+        with pytest.raises(KeyError, match=r"\['model_params', 'optimizer_state'\], found 'modle'"):
+            manager.restore(max(saved), args=asked)
+
+
+def test_threads_save_one_after_another(tmp_path):
+    """Two calls of Orbax's at the same time would wait for each other's directories for ever."""
+    recorder, run = new_run()
+    with plugged(tmp_path, recorder, max_to_keep=None) as manager:
+        manager.save(0, args=saving(run))
+        with concurrent.futures.ThreadPoolExecutor(2) as pool:
+            calls = [
+                pool.submit(manager.save, step, args=saving(run), force=True) for step in (1, 2)
+            ]
+            done = [each.result(timeout=60) for each in calls]
+        assert any(done)  # a step that comes late is no newer one
+        manager.wait_until_finished()
+        assert 2 in manager.all_steps()
 
 
 def test_a_policy_is_asked_once_a_save(tmp_path):

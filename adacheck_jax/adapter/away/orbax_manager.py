@@ -41,6 +41,17 @@ _ASKING = (
 """Questions of callers that need the save begun last to be known, as :meth:`restore` does."""
 
 
+def one_at_a_time(saves: Callable[..., bool]) -> Callable[..., bool]:
+    """A method of a manager that threads call one after another: Orbax's saves would mix up."""
+
+    @functools.wraps(saves)
+    def save(self: AdaCheckManager, *args: Any, **kwargs: Any) -> bool:
+        with self.saving:
+            return saves(self, *args, **kwargs)
+
+    return save
+
+
 class AdaCheckManager(Closing, ocp.CheckpointManager):
     """A stock Orbax manager that tells its handler; :func:`checkpoint_manager` makes one.
 
@@ -49,6 +60,7 @@ class AdaCheckManager(Closing, ocp.CheckpointManager):
 
     Attributes:
         handler: the handler, for ``record_step``, ``recover``, ``restored`` and ``last_save``.
+        saving: held through each ``save``.
     """
 
     def __init__(self, handler: AdaCheckHandler, root: epath.Path, **arguments: Any) -> None:
@@ -68,6 +80,7 @@ class AdaCheckManager(Closing, ocp.CheckpointManager):
             together.open(functools.partial(_make_root, root, options))
             arguments["options"] = options = dataclasses.replace(options, create=False)
         self._opener, self._is_closed = Opener(self), False
+        self.saving = threading.RLock()
         self._ending = Ending(self, run.lines, together, keeps_refused=goes_on)
         parts = run, together, self._opener, self._ending
         self._keeping = Keeping(self, *parts) if goes_on else None
@@ -78,6 +91,7 @@ class AdaCheckManager(Closing, ocp.CheckpointManager):
         if run.has_recorder and (newest := self.latest_step()) is not None:
             self.reached_preemption(newest)  # or JAX would end a resumed run at step 1
 
+    @one_at_a_time
     def save(
         self,
         step: int,
