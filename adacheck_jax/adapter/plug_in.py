@@ -134,6 +134,11 @@ class TrainerManager(AdaCheckManager):
     ) -> None:
         place = directories.root_path(str(directory))
         options = options or ocp.CheckpointManagerOptions()
+        if options.prevent_write_metrics and checkpointers is item_handlers is handler_registry:
+            raise ValueError(  # v1 saves by handlers of its own
+                f"{place}: expected a manager of Orbax v0 in plug_in, found that of a v1 "
+                "Checkpointer. Make it in `with adacheck.v1.context(AdaCheckHandler(recorder)):`."
+            )
         block = self.block
         own, found = handler_and_options(place, block.recorder, options, {**block.options})
         is_mapping = isinstance(item_handlers, Mapping)

@@ -13,6 +13,7 @@ import optax
 import orbax.checkpoint as ocp
 import pytest
 from flax import nnx
+from orbax.checkpoint import v1 as ocp_v1
 
 import adacheck_jax as adacheck
 from tests.support import abstract, assert_same_bits, dict_run, host_copy, kinds_of, mesh_of
@@ -417,6 +418,21 @@ def test_a_block_holds_for_itself_alone(tmp_path):
         assert inner == [made, outside]
         outer.append(made)
     assert type(ocp.CheckpointManager(tmp_path / "c")) is ocp.CheckpointManager
+
+
+def test_a_checkpointer_of_orbax_v1_has_a_block_of_its_own(tmp_path):
+    run = dict_run(mesh_of((2,)))
+    with (
+        pytest.raises(ValueError, match=r"adacheck\.v1\.context"),
+        adacheck.plug_in(run.recorder),
+    ):
+        ocp_v1.training.Checkpointer(tmp_path / "plugged")
+    with adacheck.v1.context(adacheck.AdaCheckHandler(run.recorder)):
+        checkpointer = ocp_v1.training.Checkpointer(tmp_path / "v1")
+    with checkpointer:
+        for step in range(3):
+            checkpointer.save(step, run.advance())
+    assert kinds_of(tmp_path / "v1", "state") == "BDD"
 
 
 def test_an_option_that_no_handler_has_is_named():
