@@ -186,6 +186,7 @@ class TrainerManager(AdaCheckManager):
         ours = (name for name, x in args.items() if isinstance(x, (SaveArgs, RestoreArgs)))
         return next(ours, "")
 
+    @one_at_a_time
     def restore(
         self,
         step: int | None,

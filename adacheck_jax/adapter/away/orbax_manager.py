@@ -41,15 +41,16 @@ _ASKING = (
 """Questions of callers that need the save begun last to be known, as :meth:`restore` does."""
 
 
-def one_at_a_time(saves: Callable[..., bool]) -> Callable[..., bool]:
-    """A method of a manager that threads call one after another: Orbax's saves would mix up."""
+def one_at_a_time(calls: Callable[..., Any]) -> Callable[..., Any]:
+    """A method that threads call one after another: in Orbax's saves and waits would mix up."""
 
-    @functools.wraps(saves)
-    def save(self: AdaCheckManager, *args: Any, **kwargs: Any) -> bool:
-        with self.saving:
-            return saves(self, *args, **kwargs)
+    @functools.wraps(calls)
+    def called(self: AdaCheckManager, step: Any, *args: Any, **kwargs: Any) -> Any:
+        expect_outside_callback(f"{calls.__name__}({step})")  # which would wait for its own end
+        with self.calling:
+            return calls(self, step, *args, **kwargs)
 
-    return save
+    return called
 
 
 class AdaCheckManager(Closing, ocp.CheckpointManager):
@@ -60,7 +61,7 @@ class AdaCheckManager(Closing, ocp.CheckpointManager):
 
     Attributes:
         handler: the handler, for ``record_step``, ``recover``, ``restored`` and ``last_save``.
-        saving: held through each ``save``.
+        calling: held through each ``save`` and ``restore``.
     """
 
     def __init__(self, handler: AdaCheckHandler, root: epath.Path, **arguments: Any) -> None:
@@ -80,7 +81,7 @@ class AdaCheckManager(Closing, ocp.CheckpointManager):
             together.open(functools.partial(_make_root, root, options))
             arguments["options"] = options = dataclasses.replace(options, create=False)
         self._opener, self._is_closed = Opener(self), False
-        self.saving = threading.RLock()
+        self.calling = threading.RLock()
         self._ending = Ending(self, run.lines, together, keeps_refused=goes_on)
         parts = run, together, self._opener, self._ending
         self._keeping = Keeping(self, *parts) if goes_on else None
@@ -112,7 +113,6 @@ class AdaCheckManager(Closing, ocp.CheckpointManager):
                 memory, and those that are lost.
         """
         step = expected_step(step, "give save the number of the step")
-        expect_outside_callback(f"save({step})")
         item = self._state_item(args)
         check = functools.partial(expect_args, args, SaveArgs, item)
         if self._is_closed:
@@ -195,6 +195,7 @@ class AdaCheckManager(Closing, ocp.CheckpointManager):
         args = ocp.args.Composite(**{self._item: args})
         return newest, self.restore(newest, args=args)[self._item]
 
+    @one_at_a_time
     def restore(
         self,
         step: int | None,
@@ -215,7 +216,6 @@ class AdaCheckManager(Closing, ocp.CheckpointManager):
                 state are asked for, of which there are none.
         """
         call, item = f"restore({step})", self._state_item(args)
-        expect_outside_callback(call)
         expect_same = functools.partial(inputs.expect_same, where=f"{self.directory}")
         self._together.meet(call, lambda: restores.described(args, item), expect_same)
         self._opener.wait()
