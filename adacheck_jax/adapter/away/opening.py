@@ -19,6 +19,10 @@ import orbax.checkpoint as ocp
 
 _OPENER, _FINALIZER = "adacheck_open", "save_finalize"
 
+BEGINNING = threading.RLock()
+"""Held while Orbax begins a save of any manager: by one number of this process the parts of a save
+find each other, so that two that begin at once would wait for directories that nobody makes."""
+
 
 class Opener:
     """The beginning of a manager's saves, and who waits for it."""
