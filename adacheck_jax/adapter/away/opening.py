@@ -22,6 +22,8 @@ _OPENER, _FINALIZER = "adacheck_open", "save_finalize"
 BEGINNING = threading.RLock()
 """Held while Orbax begins a save of any manager: by one number of this process the parts of a save
 find each other, so that two that begin at once would wait for directories that nobody makes."""
+_begun = list[Future[object]]()
+"""The beginning that any manager was asked for last: all processes begin in the order of calls."""
 
 
 class Opener:
@@ -36,7 +38,14 @@ class Opener:
     def begin(self, save: Callable[[], object]) -> None:
         """Begins a save on the manager's thread; an error is raised by who waits for it."""
         self._told.clear()
-        self._opening = self._thread.submit(save)
+        earlier = [*_begun]
+
+        def begun() -> object:
+            concurrent.futures.wait(earlier)
+            return save()
+
+        self._opening = self._thread.submit(begun)
+        _begun[:] = [self._opening]
 
     def forget(self) -> None:
         """Forgets the save that was begun last, since another one begins."""
@@ -60,6 +69,12 @@ class Opener:
     def close(self) -> None:
         """Ends the thread."""
         self._thread.shutdown()
+
+
+def wait_for_earlier() -> None:
+    """Waits until all saves have begun that any manager was asked for before."""
+    if not is_own_thread():
+        concurrent.futures.wait([*_begun])
 
 
 def is_own_thread() -> bool:
