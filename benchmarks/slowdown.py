@@ -1,4 +1,4 @@
-"""How much longer training steps take where every one of them is saved.
+"""Slowdown of training where every step is saved.
 
     python -m benchmarks.slowdown --mb 100
 

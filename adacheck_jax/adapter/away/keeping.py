@@ -30,7 +30,7 @@ from adacheck_jax.adapter.away.deciding import Action, Flight, StorageFacts, dec
 from adacheck_jax.adapter.away.ending import Ending
 from adacheck_jax.adapter.away.flight import SaveInFlight
 from adacheck_jax.adapter.away.looking import Look
-from adacheck_jax.adapter.away.opening import BEGINNING, Opener, wait_for_earlier
+from adacheck_jax.adapter.away.opening import Opener, beginning
 from adacheck_jax.adapter.away.promised import PromisedSteps
 from adacheck_jax.adapter.training_run import TrainingRun
 from adacheck_jax.errors import DifferingCallsError, StorageError, first_line
@@ -190,8 +190,7 @@ class Keeping:
 
             def save() -> bool:
                 args = in_item(SaveArgs(KEPT), self._item)
-                wait_for_earlier()
-                with BEGINNING:
+                with beginning():
                     return ocp.CheckpointManager.save(manager, number, args=args, force=True)
 
             self._flight.begin(number, save, is_ours=True)

@@ -11,17 +11,20 @@ here once that is done, and whatever else is asked of the manager waits until it
 from __future__ import annotations
 
 import concurrent.futures
+import contextlib
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 
 import orbax.checkpoint as ocp
 
 _OPENER, _FINALIZER = "adacheck_open", "save_finalize"
 
-BEGINNING = threading.RLock()
+_beginning = threading.RLock()
 """Held while Orbax begins a save of any manager: by one number of this process the parts of a save
 find each other, so that two that begin at once would wait for directories that nobody makes."""
+_LONGEST_S = 5.0
+"""Time for which a save waits for those of other managers, whose storage may hang."""
 _begun = list[Future[object]]()
 """The beginning that any manager was asked for last: all processes begin in the order of calls."""
 
@@ -41,7 +44,7 @@ class Opener:
         earlier = [*_begun]
 
         def begun() -> object:
-            concurrent.futures.wait(earlier)
+            concurrent.futures.wait(earlier, _LONGEST_S)
             return save()
 
         self._opening = self._thread.submit(begun)
@@ -71,10 +74,17 @@ class Opener:
         self._thread.shutdown()
 
 
-def wait_for_earlier() -> None:
-    """Waits until all saves have begun that any manager was asked for before."""
+@contextlib.contextmanager
+def beginning() -> Iterator[None]:
+    """Has Orbax begin a save in the block, behind those that any manager was asked for before."""
     if not is_own_thread():
-        concurrent.futures.wait([*_begun])
+        concurrent.futures.wait([*_begun], _LONGEST_S)
+    is_held = _beginning.acquire(timeout=_LONGEST_S)
+    try:
+        yield
+    finally:
+        if is_held:
+            _beginning.release()
 
 
 def is_own_thread() -> bool:

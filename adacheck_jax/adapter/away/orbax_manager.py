@@ -23,7 +23,7 @@ from adacheck_jax.adapter.arguments import RestoreArgs, SaveArgs, expect_args, i
 from adacheck_jax.adapter.away import outage, restores
 from adacheck_jax.adapter.away.ending import Ending, goes_on
 from adacheck_jax.adapter.away.keeping import Keeping
-from adacheck_jax.adapter.away.opening import BEGINNING, Opener, is_own_thread, wait_for_earlier
+from adacheck_jax.adapter.away.opening import Opener, beginning, is_own_thread
 from adacheck_jax.adapter.handler import AdaCheckHandler
 from adacheck_jax.adapter.inputs import expected_step
 from adacheck_jax.adapter.reports import expect_outside_callback
@@ -124,8 +124,7 @@ class AdaCheckManager(Closing, ocp.CheckpointManager):
         def save(prepared: SaveArgs | None = None, force: bool | None = True) -> bool:
             if prepared is None:  # else the caller may have left
                 saves.left.clear()
-            wait_for_earlier()
-            with BEGINNING:
+            with beginning():
                 return super(AdaCheckManager, self).save(
                     *(step, items, save_kwargs, metrics, force),
                     args=in_item(prepared, item) if prepared else args,
