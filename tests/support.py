@@ -363,8 +363,8 @@ def without_planes(encoding, block, planes):
     codecs.decode(encoding, block, planes, planes[:0])
 
 
-def with_flipped_data(content: bytes) -> bytes:
-    """The content of a database's file with one bit changed in the data of an array.
+def with_flipped_data(content: bytes, bits: int = 1) -> bytes:
+    """The content of a database's file with some bits changed, evenly spread over its arrays' data.
 
     The metadata of arrays lies between their data, wherever the writing threads put it.
     """
@@ -372,7 +372,8 @@ def with_flipped_data(content: bytes) -> bytes:
     starts, stops = [0, *(end for _, end in texts)], [*(start for start, _ in texts), len(content)]
     start, stop = max(zip(starts, stops, strict=True), key=lambda gap: gap[1] - gap[0])
     data = bytearray(content)
-    data[(start + stop) // 2] ^= 1
+    for place in range(1, bits + 1):
+        data[start + (stop - start) * place // (bits + 1)] ^= 1
     return bytes(data)
 
 

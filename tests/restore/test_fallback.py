@@ -56,17 +56,18 @@ def item(root, step):
     return root / str(step) / "default"
 
 
-def flip(files, *, in_place):
+def flip(files, *, in_place, bits=1):
     """Changes the largest of some files: for all steps that link it, or for one."""
     path = max((p for p in files if p.is_file()), key=lambda p: p.stat().st_size)
-    data = support.with_flipped_data(path.read_bytes())
+    data = support.with_flipped_data(path.read_bytes(), bits)
     if not in_place:
         path.unlink()
     path.write_bytes(data)
 
 
-def damage_base(root, step):
-    flip((item(root, step) / folders.BASE).rglob("*"), in_place=True)
+def damage_base(base):
+    """Changes all its arrays: of a base's record, later steps read nothing."""
+    flip(base.rglob("*"), in_place=True, bits=9)
 
 
 def restore(root, run, number, **options):
@@ -113,9 +114,9 @@ class Case:
 CASES = {
     "manifest": Case("two", lambda r: (item(r, 6) / MANIFEST).unlink(), {6: 5, 5: 5}, 5),
     "base of a lineage": Case(
-        "two", lambda r: damage_base(r, 4), {6: 3, 2: 2}, 3, skipped=(6, 5, 4)
+        "two", lambda r: damage_base(item(r, 4) / folders.BASE), {6: 3, 2: 2}, 3, skipped=(6, 5, 4)
     ),
-    "oldest base": Case("two", lambda r: damage_base(r, 1), {3: None}, 6),
+    "oldest base": Case("two", lambda r: damage_base(item(r, 1) / folders.BASE), {3: None}, 6),
     "link": Case(
         "two",
         lambda r: [
@@ -151,7 +152,7 @@ CASES = {
     ),
     "own base": Case(
         "alone",
-        lambda r: flip((item(r, 6) / folders.LINEAGE / "1").rglob("*"), in_place=True),
+        lambda r: damage_base(item(r, 6) / folders.LINEAGE / "1"),
         {6: None},
         None,
     ),
@@ -216,7 +217,7 @@ def test_a_good_step_is_what_is_restored(saved, told, tmp_path):
 @pytest.mark.slow
 def test_training_goes_on_from_an_older_step(saved):
     root, run, states = saved
-    damage_base(root, 4)
+    damage_base(item(root, 4) / folders.BASE)
     handler = adacheck.AdaCheckHandler(run.recorder)
     with support.manager_of(root, handler) as manager:
         args = adacheck.RestoreArgs(support.abstract(run.state), skip_damaged=True)
@@ -287,7 +288,7 @@ def test_the_newest_restorable_step_is_found_by_reading_all_items_unless_told(sa
     assert adacheck.latest_restorable(root) == 5
     assert adacheck.latest_restorable(root, "default") == 6
     before = len(told())
-    damage_base(root, 4)
+    damage_base(item(root, 4) / folders.BASE)
     assert adacheck.latest_restorable(root, "default", read_data=False) == 6
     assert adacheck.latest_restorable(root, "default") == 3
     messages = told()[before:]
