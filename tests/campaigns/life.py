@@ -78,7 +78,7 @@ rng = random.Random(given["seed"] * 100 + given["host"])
 choose = random.Random(given["seed"])  # the same in all processes
 log = Path(f"{own.out}-{given['host']}").open("a", buffering=1)  # noqa: SIM115
 COUNT = jax.device_count()
-AXES = {"replicated": (COUNT, 1), "halves": (COUNT // 2, 2), "cut": (1, COUNT)}
+AXES = {"replicated": (COUNT, 1), "halves": (-(-COUNT // 2), min(2, COUNT)), "cut": (1, COUNT)}
 WIDTH = 64
 ABOUT = {"run": "of the machine", "rate": 0.125}
 """Metadata of each step."""
