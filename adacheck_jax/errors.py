@@ -268,9 +268,9 @@ def noted_by(first: BaseException | None) -> Iterator[None]:
         if first is None:
             raise
         if error is not first:
-            told = "".join(traceback.format_exception_only(error)).strip()
-            first.add_note(f"While it was closed: {told}")
-            _log.error("%s ended a block; while it was closed: %s", type(first).__name__, told)
+            text = "".join(traceback.format_exception_only(error)).strip()
+            first.add_note(f"While it was closed: {text}")
+            _log.error("%s ended a block; while it was closed: %s", type(first).__name__, text)
 
 
 def _show_before(first: BaseException, error: BaseException) -> None:

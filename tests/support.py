@@ -378,12 +378,16 @@ def with_flipped_data(content: bytes, bits: int = 1) -> bytes:
 
 
 @contextlib.contextmanager
-def compiled_programs() -> Iterator[list[str]]:
-    """The names of the programs that XLA compiles meanwhile."""
-    names: list[str] = []
+def compiled_programs(*, own: bool = False) -> Iterator[list[str]]:
+    """The names of the programs that XLA compiles meanwhile; if ``own``, in the calling thread.
+
+    Others may still compile for an earlier test.
+    """
+    names, thread = list[str](), threading.get_ident()
 
     def note(event: str, _: float, **about: Any) -> None:
-        if event.endswith("backend_compile_duration"):
+        is_counted = not own or threading.get_ident() == thread
+        if is_counted and event.endswith("backend_compile_duration"):
             names.append(about["fun_name"])
 
     jax.monitoring.register_event_duration_secs_listener(note)

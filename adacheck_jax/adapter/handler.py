@@ -338,7 +338,7 @@ class AdaCheckHandler(ocp.AsyncCheckpointHandler):
             FormatError: a manifest is missing or cannot be read.
         """
         path = located(str(directory))
-        with deletion.told(path):
+        with deletion.detected(path):
             if roots.is_stock(path):
                 return self._run.stock.metadata(path)
             lineage = described_lineage(path)

@@ -203,7 +203,7 @@ class TrainerManager(AdaCheckManager):
         self.wait_until_finished()  # as Orbax's restore; then what was saved last is there
         number = self.latest_step() if step is None and directory is None else step
         held = StepItems({}) if number is None else self._held(number, directory or self.directory)
-        with restores.deletion_told(self, number) if directory is None else nullcontext():
+        with restores.deletion_detected(self, number) if directory is None else nullcontext():
             asked = held.restoring(args, self.handler.metadata)
         found = super().restore(number, items, restore_kwargs, directory, asked)
         return trainer_items.apart(found, args.keys())

@@ -55,15 +55,15 @@ def function_of(target: str, takes: str) -> Callable[..., Any]:
         )
 
     def call(*arguments: Any, where: str = "") -> Any:
-        told = f"{target}: {where}the function raised "
-        with _looked_for_in(directory, told, f"It is called {takes}."):
+        beginning = f"{target}: {where}the function raised "
+        with _looked_for_in(directory, beginning, f"It is called {takes}."):
             return function(*arguments)
 
     return call
 
 
 @contextlib.contextmanager
-def _looked_for_in(directory: Path, told: str, remedy: str) -> Iterator[None]:
+def _looked_for_in(directory: Path, beginning: str, remedy: str) -> Iterator[None]:
     """Look for imports in a directory first; any error is the user's, between two texts."""
     before = list(sys.path)
     sys.path.insert(0, str(directory))
@@ -72,7 +72,7 @@ def _looked_for_in(directory: Path, told: str, remedy: str) -> Iterator[None]:
     except (Exception, SystemExit) as error:
         # JAX has long messages, of which the beginning says most.
         message = ": ".join([type(error).__name__, *filter(None, [" ".join(str(error).split())])])
-        raise InputError(f"{told}{message[:500]}. {remedy}") from error
+        raise InputError(f"{beginning}{message[:500]}. {remedy}") from error
     finally:
         sys.path[:] = before
 

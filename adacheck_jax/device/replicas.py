@@ -25,7 +25,7 @@ from jax.experimental import multihost_utils
 
 from adacheck_jax.device import fingerprint, jax_settings, transfer, trees
 from adacheck_jax.device.fingerprint import ReplicaSums
-from adacheck_jax.device.lead import DeviceGrid, Lead, nearest
+from adacheck_jax.device.primary import DeviceGrid, Primary, nearest
 from adacheck_jax.device.sharding import Holder, holders_of
 from adacheck_jax.errors import ReplicaError, listed
 from adacheck_jax.format.boxes import Box
@@ -174,12 +174,12 @@ class Verdict:
 
     Attributes:
         replica: device whose replica is saved, such as ``"gpu:3"``; empty if all are equal.
-        lead: the lead of the saves that follow.
+        primary: the primary of the saves that follow.
         leaves: indices of the leaves whose replicas differ.
     """
 
     replica: str
-    lead: Lead
+    primary: Primary
     leaves: frozenset[int] = frozenset()
 
 
@@ -194,7 +194,7 @@ class ReplicaCheck:
         sites: boxes that have replicas.
         leaves: all leaves, with the processes that write their boxes.
         devices: devices of the state.
-        lead: the one of them whose replica is saved.
+        primary: the one of them whose replica is saved.
     """
 
     def __init__(
@@ -203,11 +203,11 @@ class ReplicaCheck:
         sites: Sequence[Site],
         leaves: Sequence[Leaf],
         devices: DeviceGrid,
-        lead: Lead,
+        primary: Primary,
     ) -> None:
         self.mode: Mode = mode
         self._sites = sites if mode != "off" else ()
-        self._leaves, self._devices, self._lead = leaves, devices, lead
+        self._leaves, self._devices, self._primary = leaves, devices, primary
 
     def part(self, sums: ReplicaSums) -> dict[str, Any]:
         """This process's report for the process that commits, as JSON.
@@ -262,7 +262,7 @@ class ReplicaCheck:
         """
         sums = self.differing(parts)
         if not sums:
-            return Verdict("", self._lead)
+            return Verdict("", self._primary)
         found = compare(sums)
         more = f"; and {len(found) - _MAX_LISTED} more" if len(found) > _MAX_LISTED else ""
         message = (
@@ -283,10 +283,10 @@ class ReplicaCheck:
                 "save on, a base, all of a step is written from one replica."
             )
         turn = ""
-        if verdict.lead.position != self._lead.position:
+        if verdict.primary.position != self._primary.position:
             turn = (
                 " From the next save on, a base, it is that of "
-                f"{self._devices.devices[verdict.lead.position]}, with which most agree."
+                f"{self._devices.devices[verdict.primary.position]}, with which most agree."
             )
         _log.warning(
             "%s. All leaves of the step are saved as the replica of %s has them.%s The last step "
@@ -297,13 +297,13 @@ class ReplicaCheck:
         return verdict
 
     def _verdict(self, sums: Mapping[Site, Mapping[Holder, int]]) -> Verdict | None:
-        """The replica that was staged, and the lead to follow; None if it is of several replicas.
+        """The replica that was staged, and the primary to follow; None for several replicas.
 
-        The majority is followed; where there is none, or it has the lead's bits, the lead stays.
+        The majority is followed; without one, or if it has the bits of the primary, that stays.
         """
         written = {site: self._written(site, values) for site, values in sums.items()}
         most = {site: collections.Counter(values.values()) for site, values in sums.items()}
-        every = [self._lead.position, *range(len(self._devices.devices))]
+        every = [self._primary.position, *range(len(self._devices.devices))]
         bits = {position: self._bits(position, sums) for position in every}
         staged = [p for p in every if all(written[site] == {x} for site, x in bits[p].items())]
         if not staged:
@@ -312,9 +312,9 @@ class ReplicaCheck:
             p: sum(most[site][x] < max(most[site].values()) for site, x in bits[p].items())
             for p in every
         }
-        lead = Lead(min(every, key=outvoted.__getitem__), is_apart=True)
+        primary = Primary(min(every, key=outvoted.__getitem__), is_apart=True)
         leaves = frozenset(site.leaf for site in sums)
-        return Verdict(str(self._devices.devices[staged[0]]), lead, leaves)
+        return Verdict(str(self._devices.devices[staged[0]]), primary, leaves)
 
     def _bits(self, position: int, sums: Mapping[Site, Mapping[Holder, int]]) -> dict[Site, int]:
         """Sums of one replica of the state, by box."""
@@ -324,7 +324,7 @@ class ReplicaCheck:
 
     def _written(self, site: Site, values: Mapping[Holder, int]) -> set[int]:
         """The sums of the replicas that the owners of a box, or of its pieces, have written."""
-        leaf, ranks = self._leaves[site.leaf], self._devices.ranks(self._lead.position)
+        leaf, ranks = self._leaves[site.leaf], self._devices.ranks(self._primary.position)
         pairs = zip(leaf.boxes, leaf.owners, strict=True)
         owners = {owner for box, owner in pairs if site.box.contains(box)}
         held = [[h for h in values if h.process == owner] for owner in owners]
@@ -360,7 +360,7 @@ def replica_report(state: trees.PyTree) -> ReplicaReport:
     watched = {site.leaf: arrays[site.leaf] for site in sites}
     sums = fingerprint.Contributions(watched, dict.fromkeys(watched, ()), every_replica=True)
     sums.sums()
-    check = ReplicaCheck("warn", sites, (), DeviceGrid((), ()), Lead())
+    check = ReplicaCheck("warn", sites, (), DeviceGrid((), ()), Primary())
     parts = _gathered(check.part(sums.replicas))
     replica_count = sum(len(site.holders) for site in sites)
     found = compare(check.differing(parts))

@@ -17,8 +17,8 @@ import jax.numpy as jnp
 import numpy as np
 
 from adacheck_jax.device import trees
-from adacheck_jax.device.lead import Ranks, nearest
 from adacheck_jax.device.loops import programs
+from adacheck_jax.device.primary import Ranks, nearest
 from adacheck_jax.device.sharding import Holder, holder_of, is_on_one_device_here
 from adacheck_jax.errors import MismatchError, StorageError, listed
 from adacheck_jax.format.boxes import Blocks, Box
@@ -158,7 +158,7 @@ def picks_of(array: Any, wanted: Sequence[Box], ranks: Ranks | None = None) -> t
         array: jax or numpy array (see :func:`raw`).
         wanted: boxes to take, each within a shard; boxes that this process does not hold are left
             out.
-        ranks: distances of devices from the lead, of which the nearest is chosen among several
+        ranks: distances of devices from the primary, of which the nearest is chosen among several
             replicas; without them the first is.
     """
     if not isinstance(array, jax.Array) or is_on_one_device_here(array.sharding):

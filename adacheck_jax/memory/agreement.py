@@ -75,11 +75,11 @@ class Offer:
     def of_json(cls, found: Any) -> Offer:
         """The offer of a description."""
         run, process, count, held, steps = found
-        told = [
+        offered = [
             OfferedStep(step, None if sums is None else tuple(sums), tuple(own), tuple(bad))
             for step, sums, own, bad in steps
         ]
-        return cls(run, process, count, Held.of_json(held), tuple(told))
+        return cls(run, process, count, Held.of_json(held), tuple(offered))
 
 
 @dataclass(frozen=True, slots=True)
@@ -131,10 +131,10 @@ def _whole(step: int, offers: Sequence[Offer], sizes: Sequence[int]) -> tuple[in
         )
     known = {each.sums for _, each in having if each.sums is not None}
     if not known:
-        told = {offer.process: each.own_sums for offer, each in having}
-        if len(told) < offers[0].count:
+        offered = {offer.process: each.own_sums for offer, each in having}
+        if len(offered) < offers[0].count:
             return "not all processes had stored it, or told so"
-        known = {tuple(map(combine, zip(*told.values(), strict=True)))}
+        known = {tuple(map(combine, zip(*offered.values(), strict=True)))}
     if len(known) > 1:
         return "its files have several states"
     return known.pop()
@@ -159,13 +159,13 @@ def right_sums(found: Iterable[Mapping[LeafBox, int | None]], sums: Sequence[int
         The fingerprints of boxes that files have with different bits. A leaf whose boxes add up to
         its fingerprint in no way is left out, as is one with thousands of ways to add them up.
     """
-    told: dict[int, dict[Box, set[int]]] = {}
+    offered: dict[int, dict[Box, set[int]]] = {}
     for each in found:
         for (i, box), value in each.items():
             if value is not None:
-                told.setdefault(i, {}).setdefault(box, set()).add(value)
+                offered.setdefault(i, {}).setdefault(box, set()).add(value)
     right: OfBoxes = {}
-    for i, boxes in told.items():
+    for i, boxes in offered.items():
         torn = {box: values for box, values in boxes.items() if len(values) > 1}
         if not torn or math.prod(map(len, torn.values())) > _MOST_WAYS:
             continue

@@ -332,11 +332,11 @@ def digests_of(boxes: Mapping[int, Boxes], sums: OfBoxes) -> dict[str, str]:
     """
     found = {}
     for other, leaves in boxes.items():
-        told = [
+        listed = [
             (i, combine([sums[i, box] for box in each if (i, box) in sums]))
             for i, each in sorted(leaves.items())
         ]
-        found[str(other)] = hashlib.sha256(repr(told).encode()).hexdigest()[:32]
+        found[str(other)] = hashlib.sha256(repr(listed).encode()).hexdigest()[:32]
     return found
 
 

@@ -18,7 +18,7 @@ from adacheck_jax.memory.files.step_file import (
     FoundFile,
     expect_alike,
     remove_others,
-    state_told,
+    state_header,
 )
 from adacheck_jax.memory.free_memory import free_bytes
 from adacheck_jax.memory.holdings import Held
@@ -168,7 +168,7 @@ def opened(found: FoundFile, structure: Structure, update: ExportedUpdate) -> Jo
         file = RecordLog(found.place, structure, update, held, found.place.found_bytes[0])
     else:
         # Of another update it would not be known why there is no fold.
-        own = state_told(structure, update)
+        own = state_header(structure, update)
         expect_alike(found.place.path, peek(found.place.path) or own, own)
         fold = fold_of(structure, update, held, is_kept=True)
         if isinstance(fold, str):

@@ -85,7 +85,7 @@ class ShadowThread:
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="adacheck_shadow")
         self._state: Followed | None = None
         self._refused: tuple[Structure, ExportedUpdate] | None = None
-        self._told: Position | None = None
+        self._last_asked: Position | None = None
         self._follows_saves = False
 
     def start(
@@ -109,7 +109,7 @@ class ShadowThread:
             self._peers.gate.end()  # nobody need come to the steps before
         if copy is None or copy.structure is not structure or copy.update is not update:
             copy = self._state = self._made(structure, update)
-        self._told, self.due = begun.own, ""
+        self._last_asked, self.due = begun.own, ""
         if copy is not None:
             copy.is_lost = False
             self._loaded = self._thread.submit(copy.load, begun)
@@ -181,7 +181,7 @@ class ShadowThread:
         if copy is None or copy.is_lost:
             self._refuse(step.number)
             return None
-        self._told, self._follows_saves = step.own, True
+        self._last_asked, self._follows_saves = step.own, True
 
         def follow(change: StepChange | None) -> _Sums:
             if change is None:
@@ -221,14 +221,14 @@ class ShadowThread:
     def is_beyond(self, position: Position | None) -> bool:
         """True if it was told to follow a step after another one, from which it cannot go back."""
         copy = self._state
-        return copy is not None and not copy.is_lost and self._told is not position
+        return copy is not None and not copy.is_lost and self._last_asked is not position
 
     @property
     def wants_base(self) -> str:
         """Reason why the next save should be a base, from which to begin anew; empty for none."""
-        return self.due or self.told(0)[1]
+        return self.due or self.wish(0)[1]
 
-    def told(self, ahead: int) -> tuple[str, str]:
+    def wish(self, ahead: int) -> tuple[str, str]:
         """Kind of what this process keeps, and why it wants a base; for the other processes.
 
         So many steps more than those on their way may come until then.
@@ -307,7 +307,7 @@ class ShadowThread:
 
     def stand_at(self, position: Position) -> None:
         """Goes on from the state that was recovered."""
-        self._told = position
+        self._last_asked = position
         if self._state is not None:
             self._state.position = position
 

@@ -379,8 +379,8 @@ class _Meeting:
         """
 
         def judge(reports: Sequence[Report]) -> Report:
-            told = (f"process {n}: {x['why']}" for n, x in enumerate(reports) if x["why"])
-            return {"why": next(told, "")}
+            reasons = (f"process {n}: {x['why']}" for n, x in enumerate(reports) if x["why"])
+            return {"why": next(reasons, "")}
 
         try:
             if why := self._exchange.turn({"why": why}, judge)["why"]:

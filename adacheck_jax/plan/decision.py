@@ -99,7 +99,7 @@ def _followed(
     """The decision for a delta, or a base where none can follow the parent."""
     structure, update = situation.structure, situation.update
     base, saved = lineage.base, parent.structure
-    if saved is not None and saved.lead != structure.lead:
+    if saved is not None and saved.primary != structure.primary:
         return Decision("base", "replicas differ, and another one is saved from now on")
     if parent.leaves != structure.leaves:
         return unplanned(_first_difference(parent.leaves, structure.leaves))
@@ -123,7 +123,7 @@ def _followed(
         return decision
     if parent.has_moved:
         return unplanned("the sharding of the state changed, or its update did")
-    if not parent.has_witness:
+    if not parent.has_baseline:
         return Decision("base", "the step before is not known here well enough to check")
     if situation.shadow_problem:
         return Decision("base", situation.shadow_problem)

@@ -44,7 +44,7 @@ class SavePlan:
             the state is gone. Derived trees are computed by the train step's own calls, and so are
             sooner left out or edited than what the optimizer computes.
         is_whole: True for a delta of bits that compares with nothing.
-        has_witness: True if an update onto this state could be replayed and checked.
+        has_baseline: True if an update onto this state could be replayed and checked.
         interval: steps since the one before it, saved or deferred.
         makes_base: True if the delta is to become a base once it is saved.
         given_up: reason why deferred steps are given up; empty if they are saved too.
@@ -62,7 +62,7 @@ class SavePlan:
     unchanged: tuple[int, ...] = ()
     spare: tuple[int, ...] = ()
     is_whole: bool = False
-    has_witness: bool = False
+    has_baseline: bool = False
     makes_base: bool = False
     interval: int = 0
     given_up: str = ""
@@ -152,7 +152,7 @@ def speculate(situation: Situation, options: Options) -> SavePlan | None:
     lineage = parent.lineage
     if (
         parent.structure is not situation.structure
-        or not parent.has_witness
+        or not parent.has_baseline
         or not (goes_on or parent.deferred_count)
         or situation.update.engine == "identity"  # which has nothing to wait for
         or not situation.is_checker_ready
@@ -180,7 +180,7 @@ def plan_deferred(
     if not replays(update, options, replayable=situation.replayable):
         return update.problem or "the step has to be stored in full"
     if saved is not None:
-        if structure.lead != saved.lead:
+        if structure.primary != saved.primary:
             return "replicas differ, and another one is saved from now on"
         if structure is not saved:
             return "the state has another tree or other shardings than the step before"
@@ -188,7 +188,7 @@ def plan_deferred(
             return "the step before was stored as differences"
     elif not fits(parent, structure, update):
         return "the restored step has another tree, update, or other shardings"
-    if not parent.has_witness:
+    if not parent.has_baseline:
         return "the step before is not known well enough to check the update"
     if situation.shadow_problem:
         return situation.shadow_problem
@@ -209,7 +209,7 @@ def _one_update(situation: Situation, options: Options) -> SavePlan:
 
 def known_unreplayed(situation: Situation) -> frozenset[int]:
     """The leaves that the update computes, and that are stored since replay is not relied on."""
-    return (situation.update.unreplayed | situation.distrusted) & situation.structure.computed
+    return (situation.update.unreplayed | situation.quarantined) & situation.structure.computed
 
 
 def decided(situation: Situation, decision: Decision, options: Options) -> SavePlan:
@@ -235,18 +235,19 @@ def planned(
 ) -> SavePlan:
     """A plan with all that follows from its decision; it stores what replay gets ``wrong``."""
     structure, update, replayable = situation.structure, situation.update, situation.replayable
-    unreplayed = known_unreplayed(situation) | (wrong & structure.computed)
+    not_replayed = known_unreplayed(situation) | (wrong & structure.computed)
     makes_base = decision.kind == "replay" and situation.is_base_due
     is_whole = decision.is_base or makes_base
-    stored = _stored(structure, decision, update, unreplayed | wrong, whole=is_whole)
+    stored = _stored(structure, decision, update, not_replayed | wrong, whole=is_whole)
     is_alone = situation.process_count == 1  # several may not find the same leaves wrong
-    told: frozenset[int] = frozenset()
+    unreplayed: frozenset[int] = frozenset()
     unchanged: tuple[int, ...] = ()
     if decision.kind == "replay":
-        told = unreplayed if is_alone else update.unreplayed
+        unreplayed = not_replayed if is_alone else update.unreplayed
         unchanged = _unchanged(structure, stored, decision.updates)
     has_spare = situation.counts is None and is_alone
-    distrusted, step, parent = situation.distrusted | wrong, number_of(situation), situation.parent
+    quarantined, step = situation.quarantined | wrong, number_of(situation)
+    parent = situation.parent
     return SavePlan(
         step=step,
         decision=decision,
@@ -254,11 +255,11 @@ def planned(
         structure=structure,
         update=update,
         stored=stored,
-        kept=kept(structure, update, distrusted, options, replayable=replayable),
-        unreplayed=told,
+        kept=kept(structure, update, quarantined, options, replayable=replayable),
+        unreplayed=unreplayed,
         unchanged=unchanged,
         spare=tuple(sorted(structure.derived.difference(stored))) if has_spare else (),
-        has_witness=replays(update, options, replayable=replayable),
+        has_baseline=replays(update, options, replayable=replayable),
         makes_base=makes_base,
         interval=0 if parent is None else step - parent.step,
     )
@@ -267,7 +268,7 @@ def planned(
 def kept(
     structure: Structure,
     update: ExportedUpdate,
-    distrusted: frozenset[int],
+    quarantined: frozenset[int],
     options: Options,
     *,
     replayable: bool,
@@ -276,7 +277,7 @@ def kept(
     if not options.has_deltas:
         return ()
     if replays(update, options, replayable=replayable):
-        unreplayed = (update.unreplayed | distrusted) & structure.computed
+        unreplayed = (update.unreplayed | quarantined) & structure.computed
         return _stored(structure, Decision("replay", ""), update, unreplayed, whole=False)
     follows_bits = options.delta == "bits" or (replayable and bool(structure.bindings))
     every = range(len(structure.leaves)) if follows_bits else ()

@@ -33,7 +33,7 @@ class Facts:
         lineage: the saved step on the disk that it is, or is deferred behind; None where there is
             none to build on.
         deferred_count: number of deferred steps between that saved step and the next one.
-        has_witness: True if an update of its state can be checked.
+        has_baseline: True if an update of its state can be checked.
         copied: leaves of which host copies are kept.
         leaves: every leaf, in the boxes that this process has of the step: a delta lies in them.
         has_moved: True if its state lay on other devices or had another update.
@@ -47,7 +47,7 @@ class Facts:
     counts: Counts | None
     lineage: Lineage | None
     deferred_count: int
-    has_witness: bool
+    has_baseline: bool
     copied: Collection[int]
     leaves: tuple[Leaf, ...]
     has_moved: bool = False
@@ -81,7 +81,7 @@ class Situation:
         counts: update counters; None while they are still being computed.
         replayable: True if no leaf of an update is stored in another data type; of a step that is
             deferred, none of the step saved last.
-        distrusted: leaves whose replay was found wrong in a way that a sample may miss.
+        quarantined: leaves whose replay was found wrong in a way that a sample may miss.
         parent: the step that a delta would follow; None for none.
         is_only: True if no other step could be followed instead.
         is_first: True if nothing was saved or restored before.
@@ -98,7 +98,7 @@ class Situation:
     update: ExportedUpdate
     counts: Counts | None
     replayable: bool
-    distrusted: frozenset[int]
+    quarantined: frozenset[int]
     parent: Facts | None
     is_only: bool
     is_first: bool

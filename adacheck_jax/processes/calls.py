@@ -13,9 +13,9 @@ import contextlib
 from collections.abc import Callable, Iterator
 
 from adacheck_jax.errors import DifferingCallsError
-from adacheck_jax.processes.messages import Told
+from adacheck_jax.processes.messages import RecentCalls
 
-_TOLD = 32
+_RECENT = 32
 """Number of the last calls that are told and compared."""
 
 
@@ -35,7 +35,7 @@ class Calls:
 
     def __init__(self, where: object) -> None:
         self.where, self.key, self.error = where, "", ""
-        self._made: Told = 0, ()
+        self._made: RecentCalls = 0, ()
         self._pending: tuple[str, ...] = ()
 
     def check(self) -> None:
@@ -47,7 +47,7 @@ class Calls:
         """Notes a call; raises as :meth:`check`."""
         self.check()
         count, last = self._made
-        self._made = count + 1, (*last, call)[-_TOLD:]
+        self._made = count + 1, (*last, call)[-_RECENT:]
 
     @contextlib.contextmanager
     def pending(self, call: str, *, is_own: bool) -> Iterator[Callable[[bool], None]]:
@@ -65,11 +65,13 @@ class Calls:
         finally:
             self._pending = ()
 
-    def told(self) -> Told:
+    def recent(self) -> RecentCalls:
         """The calls, for other processes."""
         return self._made
 
-    def difference(self, here: int, process: int, told: Told, *, is_waiting: bool = False) -> str:
+    def difference(
+        self, here: int, process: int, recent: RecentCalls, *, is_waiting: bool = False
+    ) -> str:
         """The first difference between the calls of a process and those here, in words, or "".
 
         One that has made fewer calls may yet make the same.
@@ -77,14 +79,14 @@ class Calls:
         Args:
             here: index of this process.
             process: index of the other one.
-            told: its calls.
+            recent: its calls.
             is_waiting: True if this process waits for it in vain, maybe in a call that counts only
                 if it does something.
         """
         count, last = self._made
         pending = self._pending if is_waiting else ()
         own = _numbered((count + len(pending), (*last, *pending)))
-        others = _numbered(told)
+        others = _numbered(recent)
         n = next((n for n in own if others.get(n, own[n]) != own[n]), None)
         if n is None:
             return ""
@@ -98,6 +100,6 @@ class Calls:
         )
 
 
-def _numbered(told: Told) -> dict[int, str]:
-    count, last = told
+def _numbered(recent: RecentCalls) -> dict[int, str]:
+    count, last = recent
     return dict(enumerate(last, count - len(last)))

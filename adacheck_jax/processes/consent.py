@@ -36,8 +36,8 @@ class Consent:
         self.is_used = True
 
         def judge(reports: Sequence[Report]) -> Report:
-            told = {each.get("what", "") for each in reports}
-            return {"what": told.pop() if len(told) == 1 else ""}
+            answers = {each.get("what", "") for each in reports}
+            return {"what": answers.pop() if len(answers) == 1 else ""}
 
         answer = self.exchange.agree(_TOPIC, {"what": what}, judge)
         return bool(answer.get("what"))

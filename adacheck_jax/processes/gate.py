@@ -60,8 +60,8 @@ class Gate:
 
     def refuse(self, step: int, reason: str) -> None:
         """Tells, in place of a report, that this process does not follow a step."""
-        told = reason if self._line.index else f"process 0: {reason}"
-        self._line.tell(f"{step}", {"refused": told})
+        message = reason if self._line.index else f"process 0: {reason}"
+        self._line.tell(f"{step}", {"refused": message})
 
     def end(self) -> None:
         """Has a wait end in a moment, until the next line begins."""

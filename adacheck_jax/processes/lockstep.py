@@ -142,9 +142,9 @@ class Lockstep:
         exchange = self._exchange or ALONE
         if exchange.index:
             return exchange.within(longest_s).hear("commit")
-        told = committed()
-        exchange.tell("commit", told)
-        return told
+        report = committed()
+        exchange.tell("commit", report)
+        return report
 
     def fail(self, error: BaseException) -> None:
         """Tells the others that process 0 could not commit the save in flight."""

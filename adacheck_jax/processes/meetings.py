@@ -55,7 +55,7 @@ class Exchange:
         self.patience, self._loss = service.patience, " The step is not saved." if is_save else ""
         self._gathered: dict[str, Sequence[Report]] = {}
         self._calls: Calls | None = None
-        self._turn, self._has_told = 0, False
+        self._turn, self._has_warned = 0, False
 
     def within(self, longest_s: float | None) -> Exchange:
         """The same exchange, which waits for others for some seconds at most, if given."""
@@ -141,7 +141,7 @@ class Exchange:
         """Posts this process's report, or as process 0 the answer, and waits for nobody."""
         if not self.is_alone:
             with self._service_named():
-                calls = self._calls.told() if self._calls and self._calls.key else None
+                calls = self._calls.recent() if self._calls and self._calls.key else None
                 key = f"{self._key}/{topic}/{self.index or _ANSWER}"
                 self._service.post(key, Message(report, calls))
 
@@ -208,13 +208,13 @@ class Exchange:
         """The reports at some keys of processes, once they are all there."""
         waiting, found, begin_s = dict(awaited), dict[int, Report](), time.monotonic()
         while waiting:
-            told: dict[str, Message | None] = {}
+            messages: dict[str, Message | None] = {}
             if len(waiting) > 1:
-                told |= self._service.below(f"{self._key}/{topic}")
-            if not waiting.keys() & told.keys():
+                messages |= self._service.below(f"{self._key}/{topic}")
+            if not waiting.keys() & messages.keys():
                 first = next(iter(waiting))
-                told = {first: self._service.get(first, self.patience.look_s)}
-            new = {key: each for key in waiting if (each := told.get(key)) is not None}
+                messages = {first: self._service.get(first, self.patience.look_s)}
+            new = {key: each for key in waiting if (each := messages.get(key)) is not None}
             for key, message in new.items():
                 process = waiting.pop(key)
                 self._compare(process, message)
@@ -235,23 +235,23 @@ class Exchange:
     ) -> None:
         """Raises where waiting on for these keys of processes is in vain."""
         awaited, service, calls = [*waiting.values()], self._service, self._calls
-        if (told := service.get(f"{self._key}/{_ERROR}")) is not None:
+        if (failure := service.get(f"{self._key}/{_ERROR}")) is not None:
             if any(service.get(key) for key in waiting):
                 return  # told meanwhile
-            if calls is not None and told.kind == DifferingCallsError.__name__:
-                calls.error = calls.error or told.error
-            raise told.raised()
+            if calls is not None and failure.kind == DifferingCallsError.__name__:
+                calls.error = calls.error or failure.error
+            raise failure.raised()
         if calls is not None and not is_over:
             calls.check()
             why = service.difference(calls, awaited)
             if why and not any(service.get(key) for key in waiting):
                 service.refuse(calls, why)
-            if not self._has_told and waited_s >= self.patience.told_s:
-                self._has_told = True
+            if not self._has_warned and waited_s >= self.patience.warned_s:
+                self._has_warned = True
                 _log.warning(
                     "%s: has waited for the same call of %s for %.0f s. All processes have to call "
                     "alike: open the same roots; save, record, restore and recover the same steps.",
-                    *(self._where, messages.named(awaited), self.patience.told_s),
+                    *(self._where, messages.named(awaited), self.patience.warned_s),
                 )
         facts = WaitFacts(
             where=self._where,

@@ -13,7 +13,7 @@ from adacheck_jax.errors import AdaCheckError, StorageError, is_refusal
 
 Report = dict[str, Any]
 """Report of one process to the others, as JSON."""
-Told = tuple[int, Sequence[str]]
+RecentCalls = tuple[int, Sequence[str]]
 """Number of all calls of a process, and the last ones of them."""
 
 
@@ -29,7 +29,7 @@ class Message:
     """
 
     report: Report = field(default_factory=dict)
-    calls: Told | None = None
+    calls: RecentCalls | None = None
     error: str = ""
     kind: str = ""
 
@@ -52,7 +52,7 @@ def unpacked(data: bytes) -> Message:
 
 def refusal(error: BaseException) -> Message:
     """An error that all processes raise alike."""
-    text = str(error) if isinstance(error, AdaCheckError) else _told(error)
+    text = str(error) if isinstance(error, AdaCheckError) else _described(error)
     return Message(error=text, kind=type(error).__name__)
 
 
@@ -66,7 +66,7 @@ def failure(
     """
     kind = next((each for each in kinds if isinstance(error, each)), AdaCheckError)
     kind = StorageError if is_refusal(error) else kind
-    text = f"process {process} could not {what} ({_told(error)}).{loss}"
+    text = f"process {process} could not {what} ({_described(error)}).{loss}"
     return Message(error=text, kind=kind.__name__)
 
 
@@ -76,5 +76,5 @@ def named(processes: Sequence[int]) -> str:
     return f"process {shown}" if len(processes) == 1 else f"processes {shown}"
 
 
-def _told(error: BaseException) -> str:
+def _described(error: BaseException) -> str:
     return f"{type(error).__name__}: {error}"

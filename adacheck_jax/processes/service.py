@@ -47,7 +47,7 @@ class Patience:
         silence_s: longest time between two beats of a process that is not taken for dead.
         beat_s: time from one beat to the next.
         look_s: time after which a wait looks for beats and errors.
-        told_s: time after which a wait in a call of all processes is logged.
+        warned_s: time after which a wait in a call of all processes is logged.
     """
 
     report_s: float = 600.0
@@ -57,7 +57,7 @@ class Patience:
     silence_s: float = 12.0
     beat_s: float = 2.0
     look_s: float = 1.0
-    told_s: float = 30.0
+    warned_s: float = 30.0
 
 
 class Service:
@@ -179,8 +179,8 @@ class Service:
             while not is_last:
                 is_last = self._end.wait(self.patience.beat_s if number else 0.0)
                 number, lines = number + 1, [*self._calls]
-                told = {each.key: each.told() for each in lines}
-                self.post(_beat_key(self.index), Message({"number": number, "calls": told}))
+                recent = {each.key: each.recent() for each in lines}
+                self.post(_beat_key(self.index), Message({"number": number, "calls": recent}))
                 for each in lines:
                     if not each.error and (found := self.get(_error_key(each))) is not None:
                         _log.error("%s", found.error)  # the loop may wait in a collective

@@ -2,7 +2,7 @@
 
 No delta is trusted unchecked: the compiler may compute an update otherwise in another program, and
 something else than the update may change the state. Three engines tell. What one of them keeps of a
-state, to check the next step with, is a *witness*.
+state, to check the next step with, is a *baseline*.
 
 - ``sample``: small leaves whole, and of each large one elements a stride apart, at positions that
   change, are taken at each save, replayed at the next, and compared. Beside it the *shadow*, a copy

@@ -28,7 +28,7 @@ With a fourth of the elements it misses one once in 15 million times; the shadow
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Witness:
+class Baseline:
     """Part of a state that a checker keeps to check the next one; ``kept`` is opaque to others."""
 
     structure: Structure
@@ -45,14 +45,15 @@ class Check:
     """The check of one delta.
 
     Attributes:
-        witness: takes the witness of the state that the delta gives, which may be donated once that
-            is dispatched. What is not taken yet does not hold up a comparison that is waited for.
+        baseline: takes the baseline of the state that the delta gives, which may be donated once
+            that is dispatched. What is not taken yet does not hold up a comparison that a save
+            waits for.
         findings: the comparison, which has all that it needs of the state.
         renew: takes leaves that replay gets wrong from the state's arrays, for the next check; a
-            witness that is part of the state itself has nothing to take.
+            baseline that is part of the state itself has nothing to take.
     """
 
-    witness: Callable[[], Witness]
+    baseline: Callable[[], Baseline]
     findings: Comparison
     renew: Callable[[Sequence[Any], Collection[int]], None] = lambda _arrays, _wrong: None
 
@@ -65,11 +66,11 @@ class Checker(Protocol):
         """True if checks need not wait for a compiler."""
         ...
 
-    def witness(self, arrays: Sequence[Any], step: int, *, is_restored: bool = False) -> Witness:
-        """Takes a witness of a base, or of a restored state; waits for the state."""
+    def baseline(self, arrays: Sequence[Any], step: int, *, is_restored: bool = False) -> Baseline:
+        """Takes a baseline of a base, or of a restored state; waits for the state."""
         ...
 
-    def begin(self, before: Witness, arrays: Sequence[Any], step: int, sums: Sums) -> Check:
+    def begin(self, before: Baseline, arrays: Sequence[Any], step: int, sums: Sums) -> Check:
         """Takes what the comparison of a delta needs of its state."""
         ...
 

@@ -15,7 +15,7 @@ import numpy as np
 
 from adacheck_jax.device import transfer
 from adacheck_jax.format.byte_loops import Fingerprints
-from adacheck_jax.proof.checker import Check, Sums, Witness
+from adacheck_jax.proof.checker import Baseline, Check, Sums
 from adacheck_jax.state.exported_update import ExportedUpdate
 from adacheck_jax.state.snapshot import Structure
 from adacheck_jax.update.recording.signatures import SeparateCall
@@ -30,8 +30,8 @@ class Identity:
         self._structure, self._program = structure, program
         self._own = (*structure.arguments[0], *structure.arguments[1])
 
-    def witness(self, arrays: Sequence[Any], step: int, *, is_restored: bool = False) -> Witness:
-        """Takes a witness of a base, or of a restored state; waits for the state."""
+    def baseline(self, arrays: Sequence[Any], step: int, *, is_restored: bool = False) -> Baseline:
+        """Takes a baseline of a base, or of a restored state; waits for the state."""
         kept, call = {i: weakref.ref(arrays[i]) for i in self._own}, self._last_call
         returned = set(map(id, call.returned if call is not None else ()))
         views = list[np.ndarray]()
@@ -39,12 +39,12 @@ class Identity:
             if id(kept[i]) not in returned and not transfer.on_accelerator(arrays[i]):
                 shards = getattr(arrays[i], "addressable_shards", ())
                 views += [np.asarray(each.data) for each in shards] or [arrays[i]]
-        return Witness(self._structure, self._program, (kept, views, _sums(views)))
+        return Baseline(self._structure, self._program, (kept, views, _sums(views)))
 
-    def begin(self, before: Witness, arrays: Sequence[Any], step: int, sums: Sums) -> Check:
+    def begin(self, before: Baseline, arrays: Sequence[Any], step: int, sums: Sums) -> Check:
         """Takes what the check of a delta needs."""
         call, (taken, views, before_sums) = self._last_call, before.kept
-        witness = self.witness(arrays, step)
+        baseline = self.baseline(arrays, step)
         wrong = dict.fromkeys(self._program.compared(self._structure), 1.0)
         if (
             call is not None
@@ -52,9 +52,9 @@ class Identity:
             and all(_is_same(taken.get(i), x) for i, x in self._pairs(call.taken))
             and _sums(views) == before_sums
         ):
-            (own, *_), returned = witness.kept, dict(self._pairs(call.returned))
+            (own, *_), returned = baseline.kept, dict(self._pairs(call.returned))
             wrong = {i: x for i, x in wrong.items() if not _is_same(own[i], returned[i])}
-        return Check(lambda: witness, lambda updates: wrong if updates else {})
+        return Check(lambda: baseline, lambda updates: wrong if updates else {})
 
     @property
     def _last_call(self) -> SeparateCall | None:

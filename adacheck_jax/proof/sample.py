@@ -7,7 +7,7 @@ from collections.abc import Callable, Collection, Sequence
 from typing import Any
 
 from adacheck_jax.device.background import in_background
-from adacheck_jax.proof.checker import Check, Findings, Sums, Witness
+from adacheck_jax.proof.checker import Baseline, Check, Findings, Sums
 from adacheck_jax.proof.sample_replay import SampleReplay
 from adacheck_jax.state.exported_update import ExportedUpdate
 from adacheck_jax.state.snapshot import Structure
@@ -45,11 +45,11 @@ class Sampling:
         """True if checks need not wait for a compiler."""
         return self._next is not None and self._next.is_ready
 
-    def witness(self, arrays: Sequence[Any], step: int, *, is_restored: bool = False) -> Witness:
-        """Takes a witness of a base, or of a restored state; waits for the state."""
+    def baseline(self, arrays: Sequence[Any], step: int, *, is_restored: bool = False) -> Baseline:
+        """Takes a baseline of a base, or of a restored state; waits for the state."""
         samples = self._next = self._for_next(arrays)
         sample = samples.take(arrays, samples.sites.starts_at(step), is_before=True)
-        return Witness(self._structure, self._program, (samples, sample))
+        return Baseline(self._structure, self._program, (samples, sample))
 
     def _for_next(self, arrays: Sequence[Any]) -> _Samples:
         """The samples that the next step is checked by."""
@@ -88,13 +88,13 @@ class Sampling:
         rows, recorders = len(sites.devices), len(self._structure.bindings)
         return SampleReplay(self._program, pieces, rows, recorders)
 
-    def begin(self, before: Witness, arrays: Sequence[Any], step: int, sums: Sums) -> Check:
+    def begin(self, before: Baseline, arrays: Sequence[Any], step: int, sums: Sums) -> Check:
         """Takes what the check of a delta needs."""
         samples, last = before.kept
         has_moved = before.structure.offloaded != self._structure.offloaded
         after = samples.take(arrays, last.starts, is_before=False, on_host=has_moved)
         return Check(
-            functools.partial(self.witness, arrays, step),
+            functools.partial(self.baseline, arrays, step),
             functools.partial(samples.findings, last, after),
         )
 

@@ -15,7 +15,7 @@ from adacheck_jax.device import fingerprint, jax_settings, sharding, transfer
 from adacheck_jax.device.loops import copier
 from adacheck_jax.device.shard_sums import Summing
 from adacheck_jax.format.fingerprint import words_of
-from adacheck_jax.proof.checker import Check, Findings, Sums, Witness
+from adacheck_jax.proof.checker import Baseline, Check, Findings, Sums
 from adacheck_jax.state.exported_update import ExportedUpdate
 from adacheck_jax.state.snapshot import Snapshot, Structure
 from adacheck_jax.update import program as update_program
@@ -36,13 +36,13 @@ class Following:
         """True if checks need not wait for a compiler."""
         return self._fold is not None
 
-    def witness(self, arrays: Sequence[Any], step: int, *, is_restored: bool = False) -> Witness:
-        """Takes a witness of a base, or of a restored state; waits for the state."""
+    def baseline(self, arrays: Sequence[Any], step: int, *, is_restored: bool = False) -> Baseline:
+        """Takes a baseline of a base, or of a restored state; waits for the state."""
         own = (*self._structure.arguments[0], *self._structure.arguments[1])
         copy = _Copy(self._together(arrays, own))
-        return Witness(self._structure, self._program, (copy, copy.number))
+        return Baseline(self._structure, self._program, (copy, copy.number))
 
-    def begin(self, before: Witness, arrays: Sequence[Any], step: int, sums: Sums) -> Check:
+    def begin(self, before: Baseline, arrays: Sequence[Any], step: int, sums: Sums) -> Check:
         """Takes what the check of a delta needs."""
         copy, number = before.kept
         # What was put on other devices is compared by its bits, all else by fingerprints.
@@ -69,8 +69,8 @@ class Following:
             with copy.lock:
                 copy.arrays.update(self._together(arrays, [i for i in wrong if i in copy.arrays]))
 
-        witness = Witness(self._structure, self._program, (copy, number + 1))
-        return Check(lambda: witness, findings, renew)
+        baseline = Baseline(self._structure, self._program, (copy, number + 1))
+        return Check(lambda: baseline, findings, renew)
 
     def _together(self, arrays: Sequence[Any], indices: Sequence[int]) -> dict[int, jax.Array]:
         """Copies on the devices that the largest leaves have in common; waits only for others.

@@ -18,7 +18,7 @@ import numpy as np
 
 from adacheck_jax.device import jax_settings, transfer, trees
 from adacheck_jax.device.fingerprint import Contributions
-from adacheck_jax.device.lead import grid_of
+from adacheck_jax.device.primary import grid_of
 from adacheck_jax.device.sharding import distinct_boxes
 from adacheck_jax.errors import Closing, MismatchError, StorageError, first_line, listed
 from adacheck_jax.format.manifest import ITEMSIZES_BYTES

@@ -271,8 +271,8 @@ def _looking_at(place: Location) -> Iterator[None]:
     try:
         yield
     except OSError as error:
-        if told := unreadable(place, error):
-            raise told from error
+        if refused := unreadable(place, error):
+            raise refused from error
         raise
 
 

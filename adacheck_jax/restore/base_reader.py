@@ -110,12 +110,12 @@ def read(
     numbers = range(len(arrays.batches))
     reading = [arrays.begin(number) for number in numbers[:_READ_AHEAD]]
     total_bytes = sum(arrays.sizes_bytes)
-    with Progress("restoring: reading the base") as told:
+    with Progress("restoring: reading the base") as progress:
         for number, batch in enumerate(arrays.batches):
             if number + _READ_AHEAD in numbers:
                 reading.append(arrays.begin(number + _READ_AHEAD))
             result += arrays.placed(number, *reading.pop(0), together)
-            told.tell(sum(arrays.sizes_bytes[: batch.stop]), total_bytes)
+            progress.tell(sum(arrays.sizes_bytes[: batch.stop]), total_bytes)
     return result
 
 

@@ -35,8 +35,8 @@ def check_types(leaves: Sequence[Any], specs: Sequence[Leaf], where: AnyPath) ->
             found = f"{leaf.dtype}{list(leaf.shape)}"
             if found != spec.description:
                 made = jax.dtypes.canonicalize_dtype(spec.dtype)  # of 32 bits in place of 64
-                told = narrowed if spec.dtype != str(made) == str(leaf.dtype) else wrong
-                told.append(f"{spec.path}: expected {spec.description}, found {found}")
+                messages = narrowed if spec.dtype != str(made) == str(leaf.dtype) else wrong
+                messages.append(f"{spec.path}: expected {spec.description}, found {found}")
     if narrowed:
         raise MismatchError(
             f"{where}: jax makes no 64-bit elements here, which {len(narrowed)} of {len(leaves)} "

@@ -70,7 +70,7 @@ class CompiledUpdates:
         self._compiling(lineage, update, replay_shardings(leaves, update))
 
     def get(
-        self, lineage: Lineage, update: Update, shardings: Shardings, told: Progress
+        self, lineage: Lineage, update: Update, shardings: Shardings, progress: Progress
     ) -> UpdateFunction:
         """The program for leaves on these shardings; waits until it is compiled.
 
@@ -80,7 +80,7 @@ class CompiledUpdates:
         """
         begin_s, compiling = self._clock(), self._compiling(lineage, update, shardings)
         try:
-            program = told.compiled(compiling)
+            program = progress.compiled(compiling)
         except AdaCheckError:  # its file may be gone with the step's directory: another one has it
             checksum = lineage.base.checksum
             self._loaded.pop(checksum, None)

@@ -26,7 +26,7 @@ class Progress:
 
     def __init__(self, doing: str, clock: Callable[[], float] = time.monotonic) -> None:
         self._doing, self._clock = doing, clock
-        self._told_s = clock()
+        self._printed_s = clock()
         self._bar: Any = None
 
     def __enter__(self) -> Self:
@@ -38,7 +38,7 @@ class Progress:
 
     def tell(self, done_bytes: int, total_bytes: int, what: str = "") -> None:
         """Tell of bytes that were read and used, unless a line was written just before."""
-        is_due = done_bytes < total_bytes and self._clock() - self._told_s >= EVERY_S
+        is_due = done_bytes < total_bytes and self._clock() - self._printed_s >= EVERY_S
         if is_due:
             amount = f"{done_bytes / 1e6:,.1f} of {total_bytes / 1e6:,.1f} MB"
             self._say(f"{what}{amount}")
@@ -53,7 +53,7 @@ class Progress:
         return future.result()
 
     def _say(self, what: str) -> None:
-        self._told_s = self._clock()
+        self._printed_s = self._clock()
         _log.info("%s: %s", self._doing, what)
         if self._bar is None and _wants_bar():
             import rich.progress  # only here: few restores take long

@@ -276,10 +276,10 @@ class SharedReads:
             cannot_now = cannot_now or unreadable(self._where, failure) is not None
             status = _UNREADABLE if cannot_now else _DAMAGED
         row = np.concatenate([np.array([status], np.uint8), self._digest])
-        told = exchange.gather(row, self._members)[:, : row.size] if self._members else ()
+        reports = exchange.gather(row, self._members)[:, : row.size] if self._members else ()
         if failure is not None:
             raise failure
-        for process, each in zip(self._members, told, strict=True):
+        for process, each in zip(self._members, reports, strict=True):
             if each[0] == _UNREADABLE:
                 raise StorageError(
                     f"{self._where}: process {process} cannot read its share now; its log says "

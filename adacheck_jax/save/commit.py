@@ -108,8 +108,8 @@ def _base_manifest(save: Save, agreed: Agreed, described: Mapping[str, str]) -> 
 
 def _delta_manifest(save: Save, parent: Lineage, agreed: Agreed) -> DeltaManifest:
     before, deltas = parent.end, list[Delta]()
-    told = validation.by_step(agreed.reports())
-    for step, reports, replica in zip(save.steps, told, agreed.replicas, strict=True):
+    by_step = validation.by_step(agreed.reports())
+    for step, reports, replica in zip(save.steps, by_step, agreed.replicas, strict=True):
         before = _delta(step, reports, before, replica)
         deltas.append(before)
     *deferred, own = deltas

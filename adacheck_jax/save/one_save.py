@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 
 from adacheck_jax.device import replicas
-from adacheck_jax.device.lead import Lead
+from adacheck_jax.device.primary import Primary
 from adacheck_jax.device.transfer import Joined
 from adacheck_jax.errors import ReplicaError, is_refusal
 from adacheck_jax.format.manifest import Caution, DeltaManifest, Manifest
@@ -38,14 +38,14 @@ class Agreed:
         background: bases made in the background, possible if all processes say so.
         memory: True where memory is to keep records, and the reason why the next save is a base.
         replicas: for each step the device whose replica was written; empty if all are equal.
-        lead: the device whose replica the next saves write.
+        primary: the device whose replica the next saves write.
     """
 
     caution: Caution
     background: BackgroundFacts
     memory: tuple[bool, str]
     replicas: Sequence[str]
-    lead: Lead
+    primary: Primary
     reports: Callable[[], Sequence[Report]]
 
 
@@ -81,7 +81,7 @@ class Save:
         measured: seconds that this process measured since the last save; once the shares are
             written those that all processes learned of with it.
         background: facts of this process.
-        memory: see :meth:`~adacheck_jax.memory.shadow.ShadowThread.told`.
+        memory: see :meth:`~adacheck_jax.memory.shadow.ShadowThread.wish`.
         base: copies of what a base stores; None for a delta.
         keeps: True if what it writes stays in memory until the step has its name: where storage
             refuses it, it can be written again.
@@ -204,12 +204,12 @@ class Save:
         return Lineage((LineageStep(manifest, self.directory),))
 
     @property
-    def agreed_lead(self) -> Lead:
+    def agreed_primary(self) -> Primary:
         """The device whose replica the next saves write, as all processes know it."""
-        own = self.structure.lead
+        own = self.structure.primary
         if isinstance(self.error, ReplicaError) and self.replicas.mode == "warn":
-            return Lead(own.position, is_apart=True)
-        return self.agreed.lead if self.agreed else own
+            return Primary(own.position, is_apart=True)
+        return self.agreed.primary if self.agreed else own
 
     @property
     def check_s(self) -> float:

@@ -11,8 +11,8 @@ line's worker alone, in the order of the steps:
 
 Threads: whoever needs a phase waits for it (:meth:`Pending.settled`, :meth:`Pending.packed`,
 :meth:`Pending.verify`); the fields that say how the comparisons went are the worker's until the
-step is proved. What a :class:`Tip` keeps is the caller's. Three locks: one is held while the step
-is given to the worker, behind the step before it; one while the packed bytes change hands; one
+step is proved. What a :class:`KnownStep` keeps is the caller's. Three locks: one is held while the
+step is given to the worker, behind the step before it; one while the packed bytes change hands; one
 while the fingerprints are added up, by whoever needs them first. Nothing else is called under them
 but the wait for the devices.
 """
@@ -43,7 +43,7 @@ from adacheck_jax.plan import situation
 from adacheck_jax.plan.decision import shown
 from adacheck_jax.plan.save_plan import SavePlan
 from adacheck_jax.plan.situation import Counts
-from adacheck_jax.proof.checker import Comparison, Witness
+from adacheck_jax.proof.checker import Baseline, Comparison
 from adacheck_jax.save import copies as host_copies
 from adacheck_jax.save.copies import NOTHING, HostCopies
 from adacheck_jax.state.exported_update import NOT_YET
@@ -57,7 +57,7 @@ _log = logging.getLogger(__name__)
 
 
 @dataclass(eq=False)
-class Tip:
+class KnownStep:
     """A step that the next one may follow, as this process has it in memory; a restored one.
 
     Attributes:
@@ -65,8 +65,8 @@ class Tip:
         leaves: every leaf, in the boxes that this process has of it.
         kept: copies of the leaves that the next delta may be stored as differences from.
         lineage: a restored step, as it was found on the disk.
-        witness: what the check of the next step needs of its state; None if there is nothing.
-        preparing: gives the witness where another thread makes it.
+        baseline: what the check of the next step needs of its state; None if there is nothing.
+        preparing: gives the baseline where another thread makes it.
     """
 
     step: int
@@ -74,21 +74,21 @@ class Tip:
     leaves: tuple[Leaf, ...]
     kept: Mapping[int, Blocks]
     lineage: Lineage | None = None
-    witness: Witness | None = None
-    preparing: Future[Witness | None] | None = None
+    baseline: Baseline | None = None
+    preparing: Future[Baseline | None] | None = None
 
     def wait(self) -> None:
-        """Waits until the witness is there."""
+        """Waits until the baseline is there."""
         if (preparing := self.preparing) is not None:
             try:
-                self.witness = preparing.result()
+                self.baseline = preparing.result()
             except Exception:  # costs a base, and no step
                 _log.exception("The check of the next save cannot be prepared; it will be a base.")
             self.preparing = None
 
     def forget(self) -> None:
         """Lets go of what is kept of its state, since another step is followed."""
-        self.kept, self.witness = NOTHING, None
+        self.kept, self.baseline = NOTHING, None
 
     def counts(self) -> Counts:
         """Update counters of the state; waits for them."""
@@ -121,7 +121,7 @@ MOVES: Mapping[Phase, frozenset[Phase]] = {
 """The phases that may follow each."""
 
 
-class Pending(Tip):
+class Pending(KnownStep):
     """A planned step, with the copies of its state that are written.
 
     It follows the step ``before``, and is saved ``again`` if it was deferred before.
@@ -152,7 +152,7 @@ class Pending(Tip):
         local: Mapping[int, Blocks],
         worker: Executor,
         *,
-        before: Tip | None,
+        before: KnownStep | None,
         again: Pending | None,
     ) -> None:
         self._known = before.kept if before is not None else NOTHING
@@ -354,7 +354,7 @@ class Pending(Tip):
         except AdaCheckError as error:
             raise AdaCheckError(f"{self.label}: {error}") from None
 
-    def _changed(self, plan: SavePlan, before: Tip | None) -> frozenset[int]:
+    def _changed(self, plan: SavePlan, before: KnownStep | None) -> frozenset[int]:
         """The spare leaves that ought to be those of the step before, and are not."""
         same = frozenset(plan.unchanged).intersection(plan.spare)
         if not same or before is None:
@@ -383,10 +383,10 @@ class Pending(Tip):
                 wrong |= self.disproved
         if paths := sorted(i for i in wrong if i not in plan.unreplayed):
             raise ReplayError(
-                f"{self.label}: step {self.step}: {told(plan.structure, paths)}. This was found "
-                "after the save had returned, when the state could not be had any more: the step "
-                f"is not saved. {CAUSES} From now on each save is checked before it returns, and "
-                "stores what replay does not reproduce."
+                f"{self.label}: step {self.step}: {mismatch(plan.structure, paths)}. This was "
+                "found after the save had returned, when the state could not be had any more: the "
+                f"step is not saved. {CAUSES} From now on each save is checked before it returns, "
+                "and stores what replay does not reproduce."
             )
 
     @property
@@ -455,7 +455,7 @@ CAUSES = (
 )
 
 
-def told(structure: Structure, wrong: Collection[int]) -> str:
+def mismatch(structure: Structure, wrong: Collection[int]) -> str:
     """The leaves that replay gets wrong, in a message."""
     few = few_of(structure, wrong)
     return f"replaying the update does not give the state that was trained, in {few}"

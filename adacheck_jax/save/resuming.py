@@ -26,7 +26,7 @@ from adacheck_jax.processes.meetings import Exchange
 from adacheck_jax.save import copies as host_copies
 from adacheck_jax.save.line.parents import Parent
 from adacheck_jax.save.line.planner import Planner
-from adacheck_jax.save.pending import Tip
+from adacheck_jax.save.pending import KnownStep
 from adacheck_jax.save.staging import Stager
 from adacheck_jax.state.snapshot import Snapshot
 from adacheck_jax.store.steps.lineage import Lineage
@@ -88,20 +88,20 @@ class Resumer:
             return  # what was left out will be made anew, and no update leads there
         saved = restored.manifest
         snapshot, specs, copies = self._copied(restored, leaves, state)
-        tip = Tip(saved.step, saved.depth, specs, copies, restored)
+        known = KnownStep(saved.step, saved.depth, specs, copies, restored)
         if has_shadow:
-            self._shadow.stand_at(tip)
+            self._shadow.stand_at(known)
         if snapshot is not None:
             sums, begun = dict(enumerate(saved.fingerprints)), None
             if jax.process_index():  # what all contribute adds up to the fingerprints
                 sums = dict.fromkeys(sums, 0)
             if not (has_shadow or snapshot.structure.on_accelerator):
-                begun = self._stager.restored(snapshot, tip, sums, consent)
-            self._stager.prepare_next(tip, snapshot, begun, is_restored=True)
-        parent = Parent(restored.entries[-1].holder, number, tip, None, restored)
+                begun = self._stager.restored(snapshot, known, sums, consent)
+            self._stager.prepare_next(known, snapshot, begun, is_restored=True)
+        parent = Parent(restored.entries[-1].holder, number, known, None, restored)
         with self._lock:
-            distrusted = [specs[i].path for i in saved.caution.distrusted]
-            self._planner.distrust.learn(saved.caution.reason, distrusted)
+            quarantined = [specs[i].path for i in saved.caution.distrusted]
+            self._planner.quarantine.learn(saved.caution.reason, quarantined)
             self._planner.line.follow(parent)
             self._moved(measured)
         xla_call.begin()
@@ -120,8 +120,8 @@ class Resumer:
         if snapshot is not None:
             specs = host_copies.cut_as_restored(specs, snapshot)
         if self._delta != "bits" and update is not None and not restored.problem:
-            distrusted = restored.manifest.caution.distrusted
-            replayed = update.explained.difference(update.passed, distrusted)
+            quarantined = restored.manifest.caution.distrusted
+            replayed = update.explained.difference(update.passed, quarantined)
             kept = frozenset(range(len(leaves))) - replayed - frozenset(update.consumed)
         return snapshot, specs, host_copies.copies_of_restored(specs, leaves, kept)
 

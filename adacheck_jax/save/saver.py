@@ -36,12 +36,12 @@ from adacheck_jax.processes.meetings import ALONE, Exchange
 from adacheck_jax.proof import second_copy
 from adacheck_jax.save.attempt import Attempt
 from adacheck_jax.save.background_bases import BackgroundBases
-from adacheck_jax.save.line.kept import Keeper, repeated
+from adacheck_jax.save.line.backlog import Backlog, repeated
 from adacheck_jax.save.line.notices import Notices, tell_given_up
 from adacheck_jax.save.line.parents import Parent
-from adacheck_jax.save.line.planner import Course, Planner, is_computed, name_of, sums_of
+from adacheck_jax.save.line.planner import Planner, Proposal, is_computed, name_of, sums_of
 from adacheck_jax.save.one_save import Save
-from adacheck_jax.save.pending import Pending, Tip
+from adacheck_jax.save.pending import KnownStep, Pending
 from adacheck_jax.save.resuming import Resumer
 from adacheck_jax.save.staging import Stager
 from adacheck_jax.schedule.line import LineSchedule
@@ -84,7 +84,7 @@ class Saver:
         self._notices, self._has_gap = Notices(), False
         # A step may be restored, to look at it, while another thread saves the next one.
         self._lock = threading.Lock()
-        self.kept = Keeper(self._planner.line, self._lock)
+        self.backlog = Backlog(self._planner.line, self._lock)
         self._attempt = Attempt(threading.Lock(), claims.new_token())
         self._stager = Stager(options, self._planner, self._shadow)
         self.resumer = Resumer(
@@ -137,7 +137,7 @@ class Saver:
             if (last := self._stager.last_base) is not None and last.error is not None:
                 self._stager.last_base = None  # with the copies of its state
             self._planner.learn()
-            self.kept.let_go()
+            self.backlog.let_go()
             snapshot = self._planner.snapshots.take(state)
             options, bindings = self._options, snapshot.structure.bindings
             if options.max_deltas and options.delta != "bits" and not self._has_recorder:
@@ -171,13 +171,13 @@ class Saver:
     ) -> Save:
         planner = self._planner
         agrees = functools.partial(self._stager.wire.agrees, consent)
-        course = planner.plan_save(snapshot, directory, step, agrees, replayable=replayable)
-        course, own, copies = self._stager.stage(snapshot, course, str(directory))
-        planned, parent = course.plan, None if course.plan.is_base else course.parent
+        proposal = planner.plan_save(snapshot, directory, step, agrees, replayable=replayable)
+        proposal, own, copies = self._stager.stage(snapshot, proposal, str(directory))
+        planned, parent = proposal.plan, None if proposal.plan.is_base else proposal.parent
         if parent is not None and parent.save is None:  # what was looked at is gone on from
             self._bases.restart(parent.base_depth)
         try:
-            begun = self._stager.hand_to_shadow(snapshot, course, own, copies, consent)
+            begun = self._stager.hand_to_shadow(snapshot, proposal, own, copies, consent)
             self._stager.returned.clear()
             exporting = None
             if begun is not None:
@@ -193,7 +193,7 @@ class Saver:
         save = self._save([*planner.line.deferred, own], directory, number, parent, exchange)
         save.replayable, save.exporting = replayable, exporting
         if parent is None:
-            save.base = self._stager.base_writer(course, copies, directory)
+            save.base = self._stager.base_writer(proposal, copies, directory)
         if begun is not None:
             self._stager.prepare_next(own, snapshot, begun, is_restored=False)
         planner.line.advance(save)
@@ -231,13 +231,13 @@ class Saver:
             parent=found,
             parent_identity=parent.identity if parent else (frozenset(), None),
             links=links,
-            caution=planner.distrust.caution(structure),
+            caution=planner.quarantine.caution(structure),
             replicas=structure.replica_check(self._options.check_replicas),
             attempt=self._attempt,
             measured=self._watch.take(),
             # Those of the line that a base ends are nothing to the line that it begins.
             background=BackgroundFacts() if planned.is_base else planner.background(directory),
-            memory=self._shadow.told,
+            memory=self._shadow.wish,
             clock=self._clock,
             before_commit=self._bases.put,
             keeps=self._keeps,
@@ -259,7 +259,7 @@ class Saver:
                 if self._stager.last_base is not None and saved.save.is_base:
                     self._stager.last_base = saved.save
                 return saved.save
-            self.kept.let_go()
+            self.backlog.let_go()
             parent, steps = planner.deferred_until(directory, number)
             save = self._save(steps, directory, number, parent, exchange)
             planner.line.advance(save)
@@ -337,7 +337,7 @@ class Saver:
         planner.learn()
         if (parent := line.only) is None:
             return "there is nothing yet to build on"
-        last = line.tip_behind(parent).step
+        last = line.last_after(parent).step
         number = last + 1 if step is None else step
         if number < last:
             raise ValueError(
@@ -346,7 +346,7 @@ class Saver:
             )
         if line.deferred and line.deferred_behind is not parent:
             return "another step was restored meanwhile"
-        if number == parent.tip.step:
+        if number == parent.known.step:
             return _why_not_same(planner.snapshots.take(state), parent)
         again = line.supersede(number)
         if not line.deferred:
@@ -354,13 +354,18 @@ class Saver:
         snapshot = planner.snapshots.take(state)
         if self._has_gap and away_bytes is None:  # else it is the step of that save
             return "the save of a step before was refused"
-        course = planner.plan_deferred(snapshot, parent, number, again, away_bytes)
-        if isinstance(course, str):
-            return course
-        return self._kept(snapshot, course, parent.tip, consent, away_bytes is not None)
+        proposal = planner.plan_deferred(snapshot, parent, number, again, away_bytes)
+        if isinstance(proposal, str):
+            return proposal
+        return self._kept(snapshot, proposal, parent.known, consent, away_bytes is not None)
 
     def _kept(
-        self, snapshot: Snapshot, course: Course, before: Tip, consent: Consent | None, waits: bool
+        self,
+        snapshot: Snapshot,
+        proposal: Proposal,
+        before: KnownStep,
+        consent: Consent | None,
+        waits: bool,
     ) -> str:
         """Keeps a step as planned behind another one, or gives the reason why not.
 
@@ -369,24 +374,24 @@ class Saver:
         planner = self._planner
         is_known = is_computed(snapshot)
         is_known = is_known and not (isinstance(before, Pending) and before.plan.is_speculative)
-        course, own, copies = self._stager.stage(
-            snapshot, course, f"recorded step {course.plan.step}"
+        proposal, own, copies = self._stager.stage(
+            snapshot, proposal, f"recorded step {proposal.plan.step}"
         )
         try:
-            self._stager.hand_to_shadow(snapshot, course, own, copies, consent)
+            self._stager.hand_to_shadow(snapshot, proposal, own, copies, consent)
             copies.wait()
         finally:
             self._stager.wire.finish()
         is_alone = jax.process_count() == 1
         # Several processes would not know it at the same time, unless all of them wait for it.
-        waits = waits or (is_alone and planner.distrust.is_cautious)
+        waits = waits or (is_alone and planner.quarantine.is_cautious)
         if is_alone and is_known and not waits:  # before the worker takes turns with this thread
             waits = not own.seems_planned(snapshot.counts())
-        is_collective = second_copy.is_collective(snapshot, course.plan.update)
+        is_collective = second_copy.is_collective(snapshot, proposal.plan.update)
         compares = own.compare is not None and is_collective
         with contextlib.ExitStack() as undo:
             undo.callback(own.release)
-            if compares and not self._stager.wire.agrees(consent, name_of(course.plan, snapshot)):
+            if compares and not self._stager.wire.agrees(consent, name_of(proposal.plan, snapshot)):
                 return "not all processes compare it with the same replay"
             undo.pop_all()
         planner.line.add(own, drains=snapshot.structure.on_accelerator)
@@ -442,23 +447,23 @@ class Saver:
         if (parent := self._planner.line.only) is None:
             self._schedule.note(None)
         else:
-            tip = self._planner.line.tip_behind(parent)
-            number = parent.tip.step if parent.number is None else parent.number
-            self._schedule.note(number, tip.depth)
+            last = self._planner.line.last_after(parent)
+            number = parent.known.step if parent.number is None else parent.number
+            self._schedule.note(number, last.depth)
 
 
 def _why_not_same(snapshot: Snapshot, parent: Parent) -> str:
     """Raises ValueError if a step was saved with another state; the reason if it was not saved."""
     if parent.save is not None and parent.save.is_lost:
-        return f"step {parent.tip.step} was not saved"
-    structure, known, found = snapshot.structure, parent.tip.sums(), sums_of(snapshot)
+        return f"step {parent.known.step} was not saved"
+    structure, known, found = snapshot.structure, parent.known.sums(), sums_of(snapshot)
     leaves = (i for i in known if i not in structure.ephemeral and known[i] != found[i])
     other = next((f" and other bits in {structure.leaves[i].path}" for i in leaves), "")
-    if other or snapshot.counts() != parent.tip.counts():
+    if other or snapshot.counts() != parent.known.counts():
         raise ValueError(
-            f"expected step {parent.tip.step} as it was saved, with {shown(parent.tip.counts())} "
-            f"updates, found a state with {shown(snapshot.counts())}{other}. It was not recorded; "
-            "the steps before are not affected. Give record_step the numbers of the steps as the "
-            "manager counts them."
+            f"expected step {parent.known.step} as it was saved, with "
+            f"{shown(parent.known.counts())} updates, found a state with "
+            f"{shown(snapshot.counts())}{other}. It was not recorded; the steps before are not "
+            "affected. Give record_step the numbers of the steps as the manager counts them."
         )
     return ""

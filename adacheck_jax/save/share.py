@@ -15,7 +15,7 @@ from typing import Any
 
 import jax
 
-from adacheck_jax.device.lead import Lead
+from adacheck_jax.device.primary import Primary
 from adacheck_jax.errors import AdaCheckError, storage_named
 from adacheck_jax.format.manifest import Caution
 from adacheck_jax.plan.situation import BackgroundFacts
@@ -82,7 +82,7 @@ def _agreed(save: Save, directory: AnyPath, layout: ArrayLayout) -> Agreed:
         background=BackgroundFacts(*answer["background"]),
         memory=(bool(answer["memory"][0]), answer["memory"][1]),
         replicas=answer["replicas"],
-        lead=Lead(*answer["lead"]),
+        primary=Primary(*answer["primary"]),
         reports=lambda: [own] if exchange.is_alone else exchange.reports(SHARES),
     )
 
@@ -133,9 +133,9 @@ def _write(save: Save, directory: AnyPath, layout: ArrayLayout) -> Report:
         _reported(save, each) | own for each, own in zip(save.steps, written, strict=True)
     ]
     begin_s = save.clock()
-    for each, told in zip(save.steps, report["steps"], strict=True):
+    for each, step_report in zip(save.steps, report["steps"], strict=True):
         each.verify()  # no manifest speaks of a delta whose replay was not compared
-        told["replayed"] = None if each.replayed is None else sorted(each.replayed.items())
+        step_report["replayed"] = None if each.replayed is None else sorted(each.replayed.items())
     report["memory"] = save.memory(len(save.steps))
     report["check_s"] = save.clock() - begin_s
     save.own.leave_arrays()

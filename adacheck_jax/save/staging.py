@@ -26,12 +26,12 @@ from adacheck_jax.plan.decision import replays
 from adacheck_jax.plan.options import Options
 from adacheck_jax.plan.save_plan import SavePlan, kept
 from adacheck_jax.processes.consent import Consent
-from adacheck_jax.proof.checker import Witness
+from adacheck_jax.proof.checker import Baseline
 from adacheck_jax.save import copies as host_copies
 from adacheck_jax.save.copies import HostCopies
-from adacheck_jax.save.line.planner import Course, Planner
+from adacheck_jax.save.line.planner import Planner, Proposal
 from adacheck_jax.save.one_save import Save
-from adacheck_jax.save.pending import Pending, Tip
+from adacheck_jax.save.pending import KnownStep, Pending
 from adacheck_jax.state.exported_update import NOT_YET, ExportedUpdate
 from adacheck_jax.state.snapshot import Snapshot, Structure
 from adacheck_jax.store.base_writer import BaseWriter, EarlierBase, seldom_changed
@@ -63,7 +63,7 @@ class Stager:
         self._encodings, self._memory = DeltaEncodings(), ReusedMemory(_REUSED_BYTES)
         self.worker = ThreadPoolExecutor(1, thread_name_prefix="adacheck_line")
         self.returned = threading.Event()
-        self._seconds: tuple[Any, dict[int, tuple[transfer.Pick, ...]]] | None = None
+        self._second_copies: tuple[Any, dict[int, tuple[transfer.Pick, ...]]] | None = None
         self.wire = Wire(shadow)
 
     def begin_line(self, base: Save) -> None:
@@ -88,43 +88,45 @@ class Stager:
         return self.worker.submit(export)
 
     def stage(
-        self, snapshot: Snapshot, course: Course, label: str
-    ) -> tuple[Course, Pending, HostCopies]:
+        self, snapshot: Snapshot, proposal: Proposal, label: str
+    ) -> tuple[Proposal, Pending, HostCopies]:
         """The step on its way to the disk, and copies of its state to wait for.
 
-        The course is another one where a check that was begun found a replay to be wrong: it is
+        The proposal is another one where a check that was begun found a replay to be wrong: it is
         waited for here, behind all that needs no device.
         """
         gathering = programs.Gathering()
         with gathering.open():
-            own, copies = self._taken(snapshot, course, label)
+            own, copies = self._taken(snapshot, proposal, label)
         # Until here the check has the devices for itself.
-        if (confirmed := self._planner.confirmed(snapshot, course)) is not course:
+        if (confirmed := self._planner.confirmed(snapshot, proposal)) is not proposal:
             gathering.drop()
             del own, copies
-            course = confirmed
+            proposal = confirmed
             with gathering.open():
-                own, copies = self._taken(snapshot, course, label)
+                own, copies = self._taken(snapshot, proposal, label)
         with gathering.open():  # on accelerators a sample is dispatched at once, and all with it
-            self._compare(snapshot, course, own)
+            self._compare(snapshot, proposal, own)
         gathering.dispatch()  # before other threads take turns with this one
         own.dispatched = gathering.wait
-        return course, own, copies
+        return proposal, own, copies
 
-    def _taken(self, snapshot: Snapshot, course: Course, label: str) -> tuple[Pending, HostCopies]:
+    def _taken(
+        self, snapshot: Snapshot, proposal: Proposal, label: str
+    ) -> tuple[Pending, HostCopies]:
         """The step with the copies that are taken of its state."""
-        planned, every_replica = course.plan, self._options.check_replicas != "off"
+        planned, every_replica = proposal.plan, self._options.check_replicas != "off"
         wanted = _wanted(planned)
         if planned.is_base:  # of what updates touch the shadow gets all that is here
             wanted -= snapshot.structure.touched
-        seconds = self.seconds(snapshot, wanted, is_base=planned.is_base)
+        seconds = self.second_copies(snapshot, wanted, is_base=planned.is_base)
         copies = host_copies.take_copies(snapshot, planned, seconds, every_replica=every_replica)
-        return self._pending(snapshot, course, label, copies), copies
+        return self._pending(snapshot, proposal, label, copies), copies
 
     def hand_to_shadow(
         self,
         snapshot: Snapshot,
-        course: Course,
+        proposal: Proposal,
         own: Pending,
         copies: HostCopies,
         consent: Consent | None,
@@ -134,8 +136,8 @@ class Stager:
         Returns:
             What the shadow starts from once the update of a base is exported.
         """
-        planned, tip, structure = course.plan, course.tip, snapshot.structure
-        follows = not (planned.is_base or planned.is_whole) and tip is not None
+        planned, before, structure = proposal.plan, proposal.before, snapshot.structure
+        follows = not (planned.is_base or planned.is_whole) and before is not None
         # All shadows follow a step, or all begin with one.
         received = self.wire.begin(
             snapshot,
@@ -143,7 +145,7 @@ class Stager:
             _wanted(planned),
             consent,
             f"{planned.step} {follows}",
-            is_followed=self._shadow.follows if follows else planned.has_witness,
+            is_followed=self._shadow.follows if follows else planned.has_baseline,
         )
         if follows:
             # What replay gets wrong is put over the shadow, whose boxes may have other owners; and
@@ -151,9 +153,9 @@ class Stager:
             others = structure.computed.intersection(planned.stored)
             others |= structure.everywhere.intersection(structure.consumed)
             step = _shadow_step(snapshot, own, copies, others, received)
-            step = dataclasses.replace(step, before=tip, again=course.again)
+            step = dataclasses.replace(step, before=before, again=proposal.again)
             own.proof = self._shadow.follow(step)
-        elif planned.has_witness or planned.update is NOT_YET:
+        elif planned.has_baseline or planned.update is NOT_YET:
             step = _shadow_step(snapshot, own, copies, structure.touched, received)
             if planned.update is NOT_YET:
                 return step
@@ -161,17 +163,18 @@ class Stager:
         return None
 
     def _pending(
-        self, snapshot: Snapshot, course: Course, label: str, copies: HostCopies
+        self, snapshot: Snapshot, proposal: Proposal, label: str, copies: HostCopies
     ) -> Pending:
         """The step with what is written of it."""
-        planned, tip, delta = course.plan, course.tip, None
-        picks, before = planned.structure.local_picks, tip.kept if tip else host_copies.NOTHING
+        planned, before, delta = proposal.plan, proposal.before, None
+        picks = planned.structure.local_picks
+        copied = before.kept if before else host_copies.NOTHING
         if not planned.is_base:
             delta = DeltaWriter(
                 planned.structure.leaves,
                 copies.staged,
                 planned.stored,
-                host_copies.comparable(before, planned),
+                host_copies.comparable(copied, planned),
                 self._options.compression,
                 self._encodings,
                 self._memory,
@@ -183,25 +186,25 @@ class Stager:
             delta,
             transfer.stage({i: snapshot.arrays[i] for i in picks}, picks),
             self.worker,
-            before=tip,
-            again=course.again,
+            before=before,
+            again=proposal.again,
         )
 
-    def _compare(self, snapshot: Snapshot, course: Course, own: Pending) -> None:
-        """Begins the comparison of a step that is made behind its save; takes its witness."""
-        planned, tip, check = course.plan, course.tip, course.check
-        own.compare = course.compare
-        if check is None and planned.has_witness:
+    def _compare(self, snapshot: Snapshot, proposal: Proposal, own: Pending) -> None:
+        """Begins the comparison of a step that is made behind its save; takes its baseline."""
+        planned, before, check = proposal.plan, proposal.before, proposal.check
+        own.compare = proposal.compare
+        if check is None and planned.has_baseline:
             checker = self._planner.checker_of(planned.structure, planned.update)
-            if planned.is_speculative and tip is not None and tip.witness is not None:
-                check = checker.begin(tip.witness, snapshot.arrays, planned.step, own.sums)
+            if planned.is_speculative and before is not None and before.baseline is not None:
+                check = checker.begin(before.baseline, snapshot.arrays, planned.step, own.sums)
                 own.compare = check.findings
             else:
-                own.witness = checker.witness(snapshot.arrays, planned.step)
+                own.baseline = checker.baseline(snapshot.arrays, planned.step)
         if check is not None:
-            own.witness = check.witness()
+            own.baseline = check.baseline()
 
-    def seconds(
+    def second_copies(
         self, snapshot: Snapshot, wanted: Collection[int], *, is_base: bool
     ) -> dict[int, tuple[transfer.Pick, ...]]:
         """The boxes of some leaves that other processes own and the shadow takes."""
@@ -209,13 +212,13 @@ class Stager:
         boxes = self._shadow.copied(structure, is_base=is_base)
         if not boxes:
             return {}
-        if self._seconds is None or self._seconds[0] is not boxes:
+        if self._second_copies is None or self._second_copies[0] is not boxes:
             picks = {i: transfer.picks_of(arrays[i], x, structure.ranks) for i, x in boxes.items()}
-            self._seconds = boxes, picks
-        return {i: picks for i, picks in self._seconds[1].items() if i in wanted}
+            self._second_copies = boxes, picks
+        return {i: picks for i, picks in self._second_copies[1].items() if i in wanted}
 
     def restored(
-        self, snapshot: Snapshot, tip: Tip, sums: Mapping[int, int], consent: Consent | None
+        self, snapshot: Snapshot, known: KnownStep, sums: Mapping[int, int], consent: Consent | None
     ) -> ShadowStep:
         """A restored step for the shadow to begin with; collective where boxes are sent."""
         blocks, structure = self._restored_blocks(snapshot), snapshot.structure
@@ -224,23 +227,24 @@ class Stager:
             update, every = self._planner.updates.of(structure), range(len(structure.leaves))
             is_followed = replays(update, self._options)
             received = self.wire.begin(
-                *(snapshot, update, every, consent, f"{tip.step} restored"), is_followed=is_followed
+                *(snapshot, update, every, consent, f"{known.step} restored"),
+                is_followed=is_followed,
             )
             self.wire.finish()
-        return _with(ShadowStep(tip, tip.step, blocks, lambda: sums), received)
+        return _with(ShadowStep(known, known.step, blocks, lambda: sums), received)
 
     def _restored_blocks(self, snapshot: Snapshot) -> Mapping[int, Blocks]:
         """The boxes that this process has of a restored state."""
         structure, arrays = snapshot.structure, dict(enumerate(snapshot.arrays))
         untouched = arrays.keys() - structure.touched
-        picks, others = structure.picks, self.seconds(snapshot, untouched, is_base=True)
+        picks, others = structure.picks, self.second_copies(snapshot, untouched, is_base=True)
         if others:
             picks = {i: (*own, *others.get(i, ())) for i, own in picks.items()}
         return _with_others(snapshot, transfer.stage(arrays, picks), structure.touched)
 
     def prepare_next(
         self,
-        tip: Tip,
+        own: KnownStep,
         snapshot: Snapshot,
         step: ShadowStep | None,
         *,
@@ -255,11 +259,11 @@ class Stager:
         """
         structure, arithmetic = snapshot.structure, Arithmetic.current()
         planner, held = self._planner, None
-        readers = tip.readers if isinstance(tip, Pending) else []
+        readers = own.readers if isinstance(own, Pending) else []
         if not structure.on_accelerator:
             held = [transfer.held(each) for each in snapshot.arrays]
 
-        def witness() -> Witness | None:
+        def baseline() -> Baseline | None:
             found, arrays = None, snapshot.arrays
             with jax_settings.own(), arithmetic.applied():
                 is_begun = False
@@ -273,24 +277,24 @@ class Stager:
                         if held is not None and update.engine != "identity":
                             arrays = [each() for each in held]
                         checker = planner.checker_of(structure, update)
-                        found = checker.witness(arrays, tip.step, is_restored=is_restored)
+                        found = checker.baseline(arrays, own.step, is_restored=is_restored)
                 finally:
                     if step is not None and not is_begun:
-                        self._shadow.miss(tip.step, is_restored=is_restored)
-                if isinstance(tip, Pending):
-                    wrong = planner.distrust.leaves_of(structure)
-                    tip.keep(kept(structure, update, wrong, self._options, replayable=True))
+                        self._shadow.miss(own.step, is_restored=is_restored)
+                if isinstance(own, Pending):
+                    wrong = planner.quarantine.leaves_of(structure)
+                    own.keep(kept(structure, update, wrong, self._options, replayable=True))
                 return found
 
         if held is None:
-            tip.witness = witness()
+            own.baseline = baseline()
         else:
-            tip.preparing = self.worker.submit(witness)
-            readers.append(tip.preparing)
+            own.preparing = self.worker.submit(baseline)
+            readers.append(own.preparing)
 
-    def base_writer(self, course: Course, copies: HostCopies, directory: AnyPath) -> BaseWriter:
+    def base_writer(self, proposal: Proposal, copies: HostCopies, directory: AnyPath) -> BaseWriter:
         """The writer of this process's part of a base."""
-        structure, parent = course.plan.structure, course.parent
+        structure, parent = proposal.plan.structure, proposal.parent
         found = parent.lineage if parent else None
         earlier, still = None, frozenset[int]()
         if structure.bindings:  # what no update computes may well be the same at the next base

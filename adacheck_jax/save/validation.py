@@ -41,14 +41,14 @@ def validated(save: Save, reports: Sequence[Report]) -> Report:
         _validate_unchanged(save, each, last, before)
         _validate_healed(save, each, own)
         differing |= _validate_replayed(save, each, own, before)
-    cautions, known = [report["caution"] for report in reports], save.structure.lead
-    # The lead of the saves that follow: the last one that differs from that of this save.
-    lead = next((each.lead for each in reversed(verdicts) if each.lead != known), known)
+    cautions, known = [report["caution"] for report in reports], save.structure.primary
+    # The primary of the saves that follow: the last one that differs from that of this save.
+    primary = next((each.primary for each in reversed(verdicts) if each.primary != known), known)
     return {
         "reason": next(filter(None, (reason for reason, _ in cautions)), ""),
         "distrusted": sorted({i for _, indices in cautions for i in indices}),
         "replicas": [each.replica for each in verdicts],
-        "lead": dataclasses.astuple(lead),
+        "primary": dataclasses.astuple(primary),
         "memory": _memory(reports, differing=differing),
         "measured": reports[0]["measured"],
         "background": [all(x["background"][0] for x in reports), *reports[0]["background"][1:]],
@@ -56,17 +56,17 @@ def validated(save: Save, reports: Sequence[Report]) -> Report:
 
 
 def _validate_local(step: int, reports: Sequence[Report], structure: Structure) -> None:
-    told = [dict(report["local"]) for report in reports]
-    for i in sorted({index for each in told for index in each}):
-        holders = [p for p, each in enumerate(told) if i in each]
-        if len(holders) < len(told):
+    reported = [dict(report["local"]) for report in reports]
+    for i in sorted({index for each in reported for index in each}):
+        holders = [p for p, each in enumerate(reported) if i in each]
+        if len(holders) < len(reported):
             raise MismatchError(
                 f"leaf {structure.leaves[i].path}: it lies on devices of process {holders[0]} "
                 "alone, where it cannot be told from one that every process has for itself. "
                 f"Step {step} is not saved. Place it on devices of all processes "
                 "(jax.device_put onto a global sharding), or leave it out of the state."
             )
-        other = [p for p, each in enumerate(told) if each[i] != told[0][i]]
+        other = [p for p, each in enumerate(reported) if each[i] != reported[0][i]]
         if other:
             raise MismatchError(
                 f"leaf {structure.leaves[i].path}: it lies on every process by itself, so "
@@ -99,8 +99,8 @@ def _validate_healed(save: Save, step: Pending, reports: Sequence[Report]) -> No
     if wrong := sorted(i for i in found if not all(i in stored[n] for n in leaves[i].owners)):
         raise ReplayError(
             f"{save.directory}: step {step.step}: "
-            f"{pending.told(step.plan.structure, wrong)}. A process found this that does not "
-            "own what it found, so it could not store it: the step is not saved. "
+            f"{pending.mismatch(step.plan.structure, wrong)}. A process found this that does "
+            "not own what it found, so it could not store it: the step is not saved. "
             f"{pending.CAUSES} {_NEXT}"
         )
 
@@ -108,7 +108,7 @@ def _validate_healed(save: Save, step: Pending, reports: Sequence[Report]) -> No
 def _validate_sampled(step: Pending, reports: Sequence[Report], verdict: Verdict) -> None:
     """Raises where samples that devices took in turns do not tell of the replica that is saved."""
     plan, structure = step.plan, step.plan.structure
-    if plan.update.engine != "sample" or structure.lead.is_apart or is_proved(reports):
+    if plan.update.engine != "sample" or structure.primary.is_apart or is_proved(reports):
         return
     updates = plan.decision.updates
     replayed = structure.computed_by(updates) - plan.unreplayed
@@ -129,18 +129,18 @@ def _validate_replayed(
 
     True if they differ where that may be the arithmetic of the hosts.
     """
-    told = [report["replayed"] for report in reports]
-    if len(told) == 1 or None in told:
+    reported = [report["replayed"] for report in reports]
+    if len(reported) == 1 or None in reported:
         return False  # a process alone has compared its own
     sums: dict[int, list[int]] = {}
-    for i, each in itertools.chain(*told):
+    for i, each in itertools.chain(*reported):
         sums.setdefault(i, []).append(each)
     wrong = sorted(i for i, each in sums.items() if combine(each) != found[i])
     if wrong and shadow.is_host():
         step.disproved = frozenset(wrong)
         raise ReplayError(
             f"{save.directory}: step {step.step}: "
-            f"{pending.told(step.plan.structure, wrong)}. This was found after the save had "
+            f"{pending.mismatch(step.plan.structure, wrong)}. This was found after the save had "
             "returned, when the state could not be had any more: the step is not saved. "
             f"{pending.CAUSES} {_NEXT}"
         )

@@ -21,9 +21,9 @@ from adacheck_jax.device import (
     trees,
 )
 from adacheck_jax.device.background import in_background
-from adacheck_jax.device.lead import DeviceGrid, Lead, Ranks, grid_of, sole
 from adacheck_jax.device.loops import xla_call
 from adacheck_jax.device.loops.copier import Copying
+from adacheck_jax.device.primary import DeviceGrid, Primary, Ranks, grid_of, sole
 from adacheck_jax.device.shard_sums import Summing
 from adacheck_jax.device.trees import PyTree
 from adacheck_jax.errors import MismatchError, RecorderError
@@ -47,7 +47,7 @@ class Structure:
         bindings: update of each recorder, tied to the leaves; none without a recorder.
         process_count: number of processes of the program.
         grid: devices of the state.
-        lead: the one of them whose replica is saved.
+        primary: the one of them whose replica is saved.
         picks: boxes of each leaf that this process owns and takes.
         whole_picks: whole shards that this process accounts for, in fingerprints on devices.
         placement: digest of where the leaves of the update lie: devices, mesh, and cuts.
@@ -65,7 +65,7 @@ class Structure:
     bindings: tuple[Binding, ...]
     process_count: int
     grid: DeviceGrid
-    lead: Lead
+    primary: Primary
     picks: dict[int, tuple[transfer.Pick, ...]] = field(default_factory=dict)
     whole_picks: dict[int, tuple[transfer.Pick, ...]] = field(default_factory=dict)
     placement: str = ""
@@ -91,8 +91,8 @@ class Structure:
 
     @functools.cached_property
     def ranks(self) -> Ranks:
-        """Distances of the devices from the lead."""
-        return self.grid.ranks(self.lead.position)
+        """Distances of the devices from the primary."""
+        return self.grid.ranks(self.primary.position)
 
     @functools.cached_property
     def owned_bytes(self) -> tuple[dict[int, int], ...]:
@@ -173,7 +173,7 @@ class Structure:
 
     def replica_check(self, mode: replicas.Mode) -> replicas.ReplicaCheck:
         """Comparison of the replicas of a state that is being saved."""
-        return replicas.ReplicaCheck(mode, self.replicated, self.leaves, self.grid, self.lead)
+        return replicas.ReplicaCheck(mode, self.replicated, self.leaves, self.grid, self.primary)
 
     def summing(self, arrays: Sequence[Any]) -> Summing:
         """Programs that fingerprint the arrays of a state on devices.
@@ -283,12 +283,12 @@ class Snapshots:
         self._compares_replicas = compares_replicas
         self._structures: dict[Any, Structure] = {}
         self._seen: _Seen | None = None
-        self._lead = Lead()
+        self._primary = Primary()
 
-    def follow(self, lead: Lead) -> None:
+    def follow(self, primary: Primary) -> None:
         """Takes states apart as another replica has them."""
-        if lead != self._lead:
-            self._lead, self._seen = lead, None
+        if primary != self._primary:
+            self._primary, self._seen = primary, None
             self._structures.clear()
 
     def take(self, state: PyTree) -> Snapshot:
@@ -334,8 +334,8 @@ class Snapshots:
             types = leaf_types(named)
             bindings = binding.bind_all(self._recorders, types, self._params_path)
         layouts, grid = [sharding.layout_of_array(array) for array in arrays], grid_of(arrays)
-        ranks, written = grid.ranks(self._lead.position), layouts
-        if self._lead.is_apart:
+        ranks, written = grid.ranks(self._primary.position), layouts
+        if self._primary.is_apart:
             written = [sole(each, x, ranks) for each, x in zip(layouts, arrays, strict=True)]
         leaves = leaves_of(named, arrays, written, bindings)
         picks, local_picks = _picks(leaves, arrays, ranks)
@@ -356,7 +356,7 @@ class Snapshots:
             local_picks=local_picks,
             replicated=replicas.replicated_sites(tuple(named), arrays),
             grid=grid,
-            lead=self._lead,
+            primary=self._primary,
             ephemeral=_ephemeral(self._ephemeral, tuple(named), bindings),
             on_accelerator=any(map(transfer.on_accelerator, arrays)),
         )
@@ -370,7 +370,7 @@ class Snapshots:
         sites = Sites(
             touched,
             arrays,
-            in_turns=self._compares_replicas and not self._lead.is_apart,
+            in_turns=self._compares_replicas and not self._primary.is_apart,
             whole=[i for path, i in structure.index.items() if is_result(path)],
         )
         # Those of the leaf that lies on most devices, in a program's order.

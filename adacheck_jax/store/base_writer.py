@@ -164,10 +164,10 @@ def agreed(
     reports: Sequence[Mapping[str, Any]], key: str, writers: Mapping[int, Collection[int]]
 ) -> tuple[tuple[int, int], ...]:
     """The pairs of a leaf and something that hold in every process that wrote some of the leaf."""
-    told = [dict(report[key]) for report in reports]
+    reported = [dict(report[key]) for report in reports]
     pairs = []
-    for i in sorted(set().union(*told)):
-        values = {told[writer].get(i) for writer in writers[i]}
+    for i in sorted(set().union(*reported)):
+        values = {reported[writer].get(i) for writer in writers[i]}
         if len(values) == 1 and None not in values:
             pairs.append((i, values.pop()))
     return tuple(pairs)

@@ -53,12 +53,12 @@ def share(volumes: Sequence[Volume], agree: Agree) -> dict[Place, tuple[Chunk, s
         {_digest(x.kind, x.data): x for x, sample in zip(*each, strict=True) if sample in alike}
         for each in zip(chunks, samples, strict=True)
     ]
-    told = [
+    reported = [
         (volume.rank, digest, (volume.path, chunk.piece.name, chunk.key))
         for volume, each in zip(volumes, held, strict=True)
         for digest, chunk in each.items()
     ]
-    stored = agree(DIGESTS, {"held": told}, _stored)["stored"]
+    stored = agree(DIGESTS, {"held": reported}, _stored)["stored"]
     lent: dict[Place, tuple[Chunk, str]] = {}
     for volume, each in zip(volumes, held, strict=True):
         for digest in each.keys() & stored.keys():
@@ -153,6 +153,6 @@ def _stored(reports: Sequence[Report]) -> Report:
     return {"stored": stored}
 
 
-def _place(told: Sequence[str]) -> Place:
-    path, name, key = told
+def _place(reported: Sequence[str]) -> Place:
+    path, name, key = reported
     return path, name, key

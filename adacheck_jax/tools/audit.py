@@ -321,16 +321,16 @@ def _causes_of(root: str, found: Iterable[tuple[int | None, Damage]]) -> tuple[C
     """
     causes: dict[object, tuple[str, str, dict[int, None], dict[str, None]]] = {}
     for step, each in found:
-        told = _without(each.message, each.leaf)
-        named = bool(_QUOTED.search(told))  # then the words tell the file
-        key = told if named else (told, _own_name(root, step, each.file))
-        _, _, steps, leaves = causes.setdefault(key, (each.file, told, {}, {}))
+        words = _without(each.message, each.leaf)
+        named = bool(_QUOTED.search(words))  # then the words tell the file
+        key = words if named else (words, _own_name(root, step, each.file))
+        _, _, steps, leaves = causes.setdefault(key, (each.file, words, {}, {}))
         if step is not None:
             steps[step] = None
         if each.leaf is not None:
             leaves[each.leaf] = None
     return tuple(
-        Cause(file, (*steps,), (*leaves,), told) for file, told, steps, leaves in causes.values()
+        Cause(file, (*steps,), (*leaves,), words) for file, words, steps, leaves in causes.values()
     )
 
 
@@ -338,8 +338,8 @@ def _without(message: str, leaf: str | None) -> str:
     """A message that says nothing of a single leaf."""
     if leaf is None:
         return message
-    told = re.sub(rf" of {re.escape(leaf)} (are|is) ", r" \1 ", message)
-    return told.replace(f"{leaf}: ", "")
+    words = re.sub(rf" of {re.escape(leaf)} (are|is) ", r" \1 ", message)
+    return words.replace(f"{leaf}: ", "")
 
 
 def _own_name(root: str, step: int | None, file: str) -> str:

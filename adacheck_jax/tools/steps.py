@@ -242,4 +242,4 @@ def undeleted(directory: AnyPath) -> AbstractContextManager[None]:
     Raises:
         StepDeletedError: in place of the error, if the step is gone.
     """
-    return deletion.told(directory, AdaCheckError, OSError, ValueError)
+    return deletion.detected(directory, AdaCheckError, OSError, ValueError)

@@ -81,8 +81,8 @@ class _Nothing:
 
     is_ready = True
 
-    def witness(self, *_: Any) -> Any:
+    def baseline(self, *_: Any) -> Any:
         return mock.MagicMock()
 
     def begin(self, *_: Any) -> Check:
-        return Check(self.witness(), lambda _: {})
+        return Check(self.baseline(), lambda _: {})

@@ -9,20 +9,20 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from adacheck_jax.adapter import directories
-from adacheck_jax.adapter.away.deciding import Action, Flight, StorageFacts, decide
+from adacheck_jax.adapter.away.acknowledged import by_all
+from adacheck_jax.adapter.away.deciding import Action, SaveState, StorageFacts, decide
 from adacheck_jax.adapter.away.looking import Look
 from adacheck_jax.adapter.away.outage import Outage
-from adacheck_jax.adapter.away.promised import by_all
 from adacheck_jax.store.storage.location import at
 
 FACTS = st.builds(
     StorageFacts,
-    flight=st.sampled_from(Flight),
+    in_flight=st.sampled_from(SaveState),
     is_due=st.booleans(),
     has_gap=st.booleans(),
     is_ours=st.booleans(),
     is_new=st.booleans(),
-    is_promised=st.booleans(),
+    is_acknowledged=st.booleans(),
     has_refused=st.booleans(),
     deferred=st.integers(0, 20),
     portion=st.integers(1, 20),
@@ -33,17 +33,17 @@ FACTS = st.builds(
 @given(FACTS)
 def test_a_step_is_saved_only_where_nothing_is_lost_by_it(facts):
     action = decide(facts)
-    if facts.flight is Flight.FAILED:
+    if facts.in_flight is SaveState.FAILED:
         assert action is Action.RESOLVE
         return
     if action in (Action.SAVE, Action.WRITE):
         assert facts.answers is True
-        assert facts.flight is Flight.ENDED
+        assert facts.in_flight is SaveState.ENDED
         assert facts.is_due
         assert not facts.has_gap
     if action is Action.SAVE:  # with all that is in memory, or nothing is
         assert not facts.has_refused
-        assert not facts.is_promised or (facts.is_ours and facts.deferred < facts.portion)
+        assert not facts.is_acknowledged or (facts.is_ours and facts.deferred < facts.portion)
     if action is Action.WRITE:
         assert facts.has_refused or facts.deferred
     if action is Action.RECORD:
@@ -66,12 +66,12 @@ def test_storage_is_looked_at_once(facts):
 @pytest.mark.parametrize("is_ours", [True, False])
 def test_a_save_in_regular_time_is_a_save(is_ours):
     facts = StorageFacts(
-        flight=Flight.ENDED,
+        in_flight=SaveState.ENDED,
         is_due=True,
         has_gap=False,
         is_ours=is_ours,
         is_new=True,
-        is_promised=False,
+        is_acknowledged=False,
         has_refused=False,
         deferred=0,
         portion=2,

@@ -206,7 +206,7 @@ def test_who_waits_for_long_says_for_whom(loops_of, caplog):
             time.sleep(0.01)
         return saves(2)(manager)
 
-    found = loops_of(2, replace(QUICK, told_s=0.0)).run(saves(2), late)
+    found = loops_of(2, replace(QUICK, warned_s=0.0)).run(saves(2), late)
     assert [each.result() for each in found] == [2, 2]
 
 
@@ -288,7 +288,7 @@ def test_calls_differ_where_both_told_others(one, other):
     for calls, steps in ((first, one), (second, other)):
         for step in steps:
             calls.note(f"save({step})")
-    here, there = first.difference(0, 1, second.told()), second.difference(1, 0, first.told())
+    here, there = first.difference(0, 1, second.recent()), second.difference(1, 0, first.recent())
     assert here == there, "whoever finds it says the same"
     begin = max(len(one), len(other)) - 32
     known = range(max(begin, 0), min(len(one), len(other)))

@@ -35,7 +35,7 @@ from adacheck_jax.memory.shadow_state import ShadowState
 from adacheck_jax.save import commit, share
 from adacheck_jax.save.background_bases import BackgroundBases
 from adacheck_jax.save.copies import HostCopies
-from adacheck_jax.save.line.kept import Keeper
+from adacheck_jax.save.line.backlog import Backlog
 from adacheck_jax.save.line.planner import Planner
 from adacheck_jax.save.pending import MOVES, Pending, Phase
 from adacheck_jax.save.resuming import Resumer
@@ -58,7 +58,7 @@ POINTS: tuple[tuple[Any, str], ...] = (
     *((ShadowState, name) for name in ("load", "follow")),
     *((share, name) for name in ("write", "_write")),
     *((BackgroundBases, name) for name in ("take", "put", "_write")),
-    *((commit, "commit"), (Keeper, "end"), (ocp.CheckpointManager, "_finalize")),
+    *((commit, "commit"), (Backlog, "end"), (ocp.CheckpointManager, "_finalize")),
 )
 """Functions before and behind which a thread stops."""
 _MOMENT_S = 0.002

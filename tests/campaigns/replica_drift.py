@@ -227,7 +227,9 @@ class Training:
                 if value.tobytes() != new[device].tobytes():
                     at = where[device]  # neighbours that would have given this box, and did not
                     found = {
-                        n: lead for n, lead in found.items() if any(lead[x] != at[x] for x in uncut)
+                        n: primary
+                        for n, primary in found.items()
+                        if any(primary[x] != at[x] for x in uncut)
                     }
         return {*found}
 

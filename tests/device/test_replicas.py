@@ -14,7 +14,7 @@ from jax.sharding import PartitionSpec as P
 
 import adacheck_jax as adacheck
 from adacheck_jax.device import fingerprint, replicas
-from adacheck_jax.device.lead import DeviceGrid, Lead, grid_of, nearest
+from adacheck_jax.device.primary import DeviceGrid, Primary, grid_of, nearest
 from adacheck_jax.device.sharding import Holder, holders_of
 from adacheck_jax.errors import ReplicaError
 from adacheck_jax.format.boxes import Box
@@ -218,9 +218,9 @@ VALUES = [
 ]
 
 
-@pytest.mark.parametrize(("values", "named", "is_tie", "told", "lead"), VALUES)
+@pytest.mark.parametrize(("values", "named", "is_tie", "told", "primary"), VALUES)
 def test_the_minority_is_named_and_the_next_saves_follow_the_majority(
-    tmp_path, caplog, values, named, is_tie, told, lead
+    tmp_path, caplog, values, named, is_tie, told, primary
 ):
     state = {"w": held(values)}
     report = replica_report(state)
@@ -236,15 +236,15 @@ def test_the_minority_is_named_and_the_next_saves_follow_the_majority(
     assert "1 box of 1 leaf" in str(report)
     handler = adacheck.AdaCheckHandler()
     with support.manager_of(tmp_path, handler) as manager:
-        for step, position in ((1, 0), (2, lead)):  # the first was staged before anybody knew
+        for step, position in ((1, 0), (2, primary)):  # the first was staged before anybody knew
             manager.save(step, args=adacheck.SaveArgs(state))
             manager.wait_until_finished()
             args = adacheck.RestoreArgs({"w": jnp.zeros(8)})
             assert manager.restore(step, args=args)["w"][0] == ord(values[position])
             assert handler.restored.replica == f"cpu:{position}"
     first, second = warnings_in(caplog)
-    assert ("with which most agree" in first) == bool(lead)
-    assert f"as the replica of cpu:{lead} has them" in second
+    assert ("with which most agree" in first) == bool(primary)
+    assert f"as the replica of cpu:{primary} has them" in second
 
 
 def params_of(state):
@@ -300,7 +300,7 @@ def test_a_manager_warns_once_or_refuses_the_step(
             save()
         loop.manager.reload()
     else:
-        loop.note()  # the lead has the right bits
+        loop.note()  # the primary has the right bits
         save()
     loop.save(2)
     loop.check()
@@ -338,7 +338,7 @@ def test_processes_compare_one_sum_a_box():
     }
     sites = [replicas.Site(0, "w", box, tuple(held)) for box, held in table.items()]
     devices = DeviceGrid((8,), ())
-    check = replicas.ReplicaCheck("raise", sites, [leaf_of((9,))], devices, Lead())
+    check = replicas.ReplicaCheck("raise", sites, [leaf_of((9,))], devices, Primary())
 
     def found(odd):
         parts = []
@@ -395,22 +395,24 @@ def test_all_boxes_are_taken_next_to_the_lead(shape):
     devices = grid_of([jnp.ones(3), np.ones(2), *arrays])
     assert (devices.shape, len(devices.devices)) == (shape, 8)
     where = {device.id: at for at, device in np.ndenumerate(mesh.devices)}
-    for position, lead in enumerate(devices.devices):
+    for position, primary in enumerate(devices.devices):
         ranks = devices.ranks(position)
         for array, spec in zip(arrays, specs, strict=True):
             cut = {axis for entry in spec for axis in np.ravel(entry or ())}
             uncut = [n for n, axis in enumerate(mesh.axis_names) if axis not in cut]
             for holders in holders_of(array.sharding, array.shape).values():
                 at = where[nearest(holders, ranks).device]
-                assert [at[n] for n in uncut] == [where[lead.device][n] for n in uncut]
+                assert [at[n] for n in uncut] == [where[primary.device][n] for n in uncut]
     assert grid_of([np.ones(2), 3.0]).ranks(0) == {}
 
 
-def judged(values, owners=(0,), cuts=None, lead=None):
+def judged(values, owners=(0,), cuts=None, primary=None):
     """The verdict on one replicated leaf of two processes, from what each device holds of it."""
     devices = holders_on(2, len(values) // 2)
     grid = DeviceGrid((len(devices),), tuple(devices))
-    check = replicas.ReplicaCheck("warn", (), [leaf_of((8,), cuts, owners)], grid, lead or Lead())
+    check = replicas.ReplicaCheck(
+        "warn", (), [leaf_of((8,), cuts, owners)], grid, primary or Primary()
+    )
     each = [[h.process, h.device, h.platform, v] for h, v in zip(devices, values, strict=True)]
     part = {"shared": [], "divergent": [[0, "w", [0], [8], each]]}
     return check.settle(7, [part, {"shared": [], "divergent": []}])
@@ -454,9 +456,9 @@ def test_every_step_of_replicas_that_drift_apart_is_one_of_them(tmp_path, option
     with support.manager_of(tmp_path, handler) as manager:
         for number in range(5):
             state = step(state, np.float32(0.01))
-            lead = jax.devices()[0]
+            primary = jax.devices()[0]
             held[number] = [
-                np.array(next(s.data for s in leaf.addressable_shards if s.device == lead))
+                np.array(next(s.data for s in leaf.addressable_shards if s.device == primary))
                 for leaf in jax.tree.leaves(state)
             ]
             if not (number == 3 and handler.record_step(state, number)):

@@ -82,7 +82,7 @@ def sampled(count, mesh=None):
     roles = [(i,) for i in range(count)]
     taker = Taker(sites, roles, arrays)
     xla_call.wait()  # the loops are tried in programs of their own
-    with compiled_programs() as programs:
+    with compiled_programs(own=True) as programs:
         taker.compile()
     return arrays, sites, roles, taker, programs
 
@@ -112,7 +112,7 @@ def test_no_program_slices_more_than_a_few_leaves(monkeypatch, has_loops):
     role = tuple(range(100))
     taker = Taker(sites, [role], arrays)
     assert xla_call.wait() == has_loops  # the loops are tried in programs of their own
-    with compiled_programs() as programs:
+    with compiled_programs(own=True) as programs:
         taker.compile()
     assert len(programs) == (1 if has_loops else 4)  # compiled loops take no slices
     starts = sites.starts_at(0)

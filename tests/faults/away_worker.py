@@ -32,7 +32,7 @@ from orbax.checkpoint._src.multihost import multihost
 import adacheck_jax as adacheck
 from adacheck_jax.adapter.away import outage
 from adacheck_jax.plan import situation
-from adacheck_jax.save.line import kept as keeping
+from adacheck_jax.save.line import backlog as keeping
 from adacheck_jax.store.steps import lookup
 from tests import support
 from tests.faults.test_storage_away import POINTS, Clock, Storage
@@ -84,7 +84,7 @@ def try_to_save(state: Any) -> None:
 
 
 def kept() -> list[int]:
-    return [*manager._keeping.promised.kept.steps]
+    return [*manager._sink.acknowledged.kept.steps]
 
 
 def until_ended() -> None:

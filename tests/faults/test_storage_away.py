@@ -20,7 +20,7 @@ from adacheck_jax.errors import StorageError
 from adacheck_jax.format.manifest import BaseManifest
 from adacheck_jax.plan import situation
 from adacheck_jax.save import pending
-from adacheck_jax.save.line import kept
+from adacheck_jax.save.line import backlog
 from adacheck_jax.store import claims
 from adacheck_jax.store.packs import writer
 from adacheck_jax.store.steps import manifest_file
@@ -82,7 +82,7 @@ class Clock:
 
     def __init__(self, manager: Any) -> None:
         self.s = 0.0
-        manager._keeping.promised.outage._clock = self
+        manager._sink.acknowledged.outage._clock = self
 
     def __call__(self) -> float:
         return self.s
@@ -118,7 +118,7 @@ class Loop(Saving):
 
     @property
     def kept(self) -> list[int]:
-        return [*self.manager._keeping.promised.kept.steps]
+        return [*self.manager._sink.acknowledged.lag.steps]
 
     def until_failed(self) -> None:
         """Waits until Orbax has given up the save in flight."""
@@ -209,11 +209,11 @@ def test_a_save_that_waits_for_its_check_does_not_blame_storage(tmp_path, monkey
         manager.wait_until_finished()
         loop.step()
         assert waits.wait(60)
-        found = manager._keeping.promised.kept
+        found = manager._sink.acknowledged.lag
         assert found.is_computing
         go_on.set()
         manager.wait_until_finished()
-        assert not manager._keeping.promised.kept.is_computing
+        assert not manager._sink.acknowledged.lag.is_computing
     away = outage.Outage(lambda: next(clock))
     away.begin()
     away.hang()
@@ -332,12 +332,12 @@ def test_where_memory_is_full_a_save_waits_or_raises(mode, tmp_path, monkeypatch
         loop.until_away(storage)
         loop.clock.s += 61
         loop.step()
-        own_bytes = manager._keeping.promised.kept.taken_bytes
-        monkeypatch.setattr(kept, "free_bytes", lambda: 0)
+        own_bytes = manager._sink.acknowledged.lag.taken_bytes
+        monkeypatch.setattr(backlog, "free_bytes", lambda: 0)
         monkeypatch.setattr(situation, "_LEAST_BYTES", 0)
-        most_bytes = manager._keeping.promised.kept.most_bytes
+        most_bytes = manager._sink.acknowledged.lag.most_bytes
         loop.step(most_bytes // own_bytes - 1)
-        assert manager._keeping.promised.kept.taken_bytes <= most_bytes
+        assert manager._sink.acknowledged.lag.taken_bytes <= most_bytes
         if mode == "hang":
             threading.Timer(0.2, storage.come_back).start()
             loop.step()
@@ -539,8 +539,8 @@ def test_a_look_that_hangs_does_not_stop_the_loop(tmp_path, monkeypatch):
         loop.step(5)
         assert (loop.kept, len(asked)) == ([3, 4, 5, 6, 7], 1)
         back.set()
-        assert manager._keeping._look is not None
-        manager._keeping._look._look.result(60)
+        assert manager._sink._look is not None
+        manager._sink._look._look.result(60)
         loop.step()
         manager.wait_until_finished()
     assert joined(loop.held()) == [[3, 4], [5, 6, 7, 8]]

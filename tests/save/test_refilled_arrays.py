@@ -187,7 +187,7 @@ def test_what_storage_refused_is_written_as_it_was(tmp_path, monkeypatch, base):
 
 
 @pytest.mark.parametrize(
-    ("reader", "name"), [(ShadowState, "load"), (Sampling, "witness")], ids=["shadow", "sample"]
+    ("reader", "name"), [(ShadowState, "load"), (Sampling, "baseline")], ids=["shadow", "sample"]
 )
 def test_a_save_has_not_ended_while_anything_reads_its_arrays(tmp_path, monkeypatch, reader, name):
     """Of a base some is read behind the save; here after the commit, if that would not wait."""

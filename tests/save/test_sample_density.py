@@ -60,9 +60,9 @@ def until(condition):
         time.sleep(0.01)
 
 
-def taken(witness):
-    """Elements that a witness has of all arrays together."""
-    samples, sample = witness.kept
+def taken(baseline):
+    """Elements that a baseline has of all arrays together."""
+    samples, sample = baseline.kept
     vectors = sample.vectors(samples._pieces.before)
     return sum(each.shape[1] for each in vectors.values() if each.shape[1] > 1)
 
@@ -70,7 +70,7 @@ def taken(witness):
 def test_a_sample_is_thinned_while_the_next_step_is_proved_and_finds_what_is_wrong():
     run, proves = run_of(), [False]
     snapshots, snapshot, sampling = sampling_of(run, lambda: proves[0])
-    before = sampling.witness(snapshot.arrays, 1)
+    before = sampling.baseline(snapshot.arrays, 1)
     until(lambda: sampling.is_ready)
     dense, counts = taken(before), []
     for number, proves[0] in enumerate([False, True, True, True, False, False], 2):
@@ -82,7 +82,7 @@ def test_a_sample_is_thinned_while_the_next_step_is_proved_and_finds_what_is_wro
         wrong = sampling.begin(before, edited, number, lambda: {}).findings((0,))
         assert {snapshot.structure.leaves[i].shape for i in wrong} == {SHAPE}
         assert not any(checker.is_sparse(snapshot.structure, i, x) for i, x in wrong.items())
-        before = check.witness()
+        before = check.baseline()
         if proves[0]:
             until(lambda: sampling._made[True].is_ready)
         counts.append(taken(before))
@@ -95,7 +95,7 @@ def test_a_sample_is_thinned_while_the_next_step_is_proved_and_finds_what_is_wro
 def test_until_a_shadow_is_there_the_thin_programs_compute_dense_samples():
     run, proves = run_of(), [None]
     snapshots, snapshot, sampling = sampling_of(run, lambda: proves[0])
-    before = sampling.witness(snapshot.arrays, 1)  # from the host
+    before = sampling.baseline(snapshot.arrays, 1)  # from the host
     dense = taken(before)
     until(lambda: sampling._made[True].is_ready)
     assert not sampling.is_ready  # the next one waits for its state
@@ -109,7 +109,7 @@ def test_until_a_shadow_is_there_the_thin_programs_compute_dense_samples():
         assert {snapshot.structure.leaves[i].shape for i in wrong} == {SHAPE}
         check = sampling.begin(before, arrays, number, lambda: {})
         assert check.findings((0,)) == {}
-        before = check.witness()
+        before = check.baseline()
         counts.append(taken(before))
     assert counts == [counts[0], counts[0], *[dense] * 4]
     assert counts[0] == pytest.approx(dense / 4, rel=0.05)
@@ -162,9 +162,9 @@ def test_a_state_that_was_moved_to_other_memory_is_saved(tmp_path):
 
 def test_a_run_in_which_something_was_found_samples_all_again(monkeypatch):
     own = object.__new__(planner.Planner)
-    own._shadow, own.distrust = shadow.ShadowThread(None), planner.Distrust()
+    own._shadow, own.quarantine = shadow.ShadowThread(None), planner.Quarantine()
     assert not own._proves()  # it follows nothing yet
     monkeypatch.setattr(shadow.ShadowThread, "proves", True)
     assert own._proves()
-    own.distrust.learn("a leaf was edited")
+    own.quarantine.learn("a leaf was edited")
     assert not own._proves()

@@ -6,7 +6,7 @@ import enum
 from dataclasses import dataclass
 
 
-class Flight(enum.Enum):
+class SaveState(enum.Enum):
     """State of the save that was begun last."""
 
     ENDED = enum.auto()
@@ -36,24 +36,24 @@ class StorageFacts:
     """All that the decision about a step may know.
 
     Attributes:
-        flight: the save that was begun last.
+        in_flight: the save that was begun last.
         is_due: True if storage is to be tried.
         has_gap: True if a step was lost, so that nothing follows by one update.
         is_ours: True if the save holds nothing but the state.
         is_new: True if it comes after all steps in memory.
-        is_promised: True if steps are in memory for which ``save`` has answered True.
+        is_acknowledged: True if steps are in memory for which ``save`` has answered True.
         has_refused: True if one of them was refused, and is to be written again.
         deferred: number of the others.
         portion: number of those that a save takes with it.
         answers: True if storage answers; None if it was not looked at.
     """
 
-    flight: Flight
+    in_flight: SaveState
     is_due: bool
     has_gap: bool
     is_ours: bool
     is_new: bool
-    is_promised: bool
+    is_acknowledged: bool
     has_refused: bool
     deferred: int
     portion: int
@@ -62,13 +62,13 @@ class StorageFacts:
 
 def decide(facts: StorageFacts) -> Action:
     """The action on a step."""
-    if facts.flight is Flight.FAILED:
+    if facts.in_flight is SaveState.FAILED:
         return Action.RESOLVE
-    is_tried = facts.flight is Flight.ENDED and facts.is_due and not facts.has_gap
-    if is_tried and (facts.is_ours or not facts.is_promised):  # those before are written first
+    is_tried = facts.in_flight is SaveState.ENDED and facts.is_due and not facts.has_gap
+    if is_tried and (facts.is_ours or not facts.is_acknowledged):  # those before are written first
         if facts.answers is None:
             return Action.LOOK
-        is_all = not facts.is_promised or facts.deferred < facts.portion
+        is_all = not facts.is_acknowledged or facts.deferred < facts.portion
         if facts.answers and is_all and not facts.has_refused:
             return Action.SAVE
         if facts.answers and (facts.has_refused or facts.deferred):

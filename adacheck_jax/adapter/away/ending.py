@@ -109,8 +109,8 @@ class Ending:
                 raise
             self.is_stale = True
             _log.warning("%s: earlier steps could not be deleted: %s", manager.directory, error)
-        if (keeper := self._lines.keeper) is not None:
-            keeper.end(step)
+        if (backlog := self._lines.backlog) is not None:
+            backlog.end(step)
         if was_stale:
             with contextlib.suppress(OSError):
                 manager.reload()
@@ -134,8 +134,8 @@ class Ending:
     def _tell(self, step: int, error: BaseException) -> None:
         """Tells the others, which wait for what process 0 alone makes: a directory and its name."""
         if jax.process_count() > 1 and not jax.process_index():
-            if (keeper := self._lines.keeper) is not None:
-                keeper.tell_others(step, error)
+            if (backlog := self._lines.backlog) is not None:
+                backlog.tell_others(step, error)
             self._together.fail(error)
 
     def _meet(self, *, key: str, timeout_ms: int) -> None:
@@ -143,10 +143,10 @@ class Ending:
         if _COMMITTED not in key:
             self._barrier(key=key, timeout_ms=timeout_ms)
             return
-        keeper = self._lines.keeper
-        told = self._together.commit(timeout_ms / 1000, keeper.committed if keeper else dict)
-        if keeper is not None and jax.process_index():
-            keeper.learn(told)
+        backlog = self._lines.backlog
+        answer = self._together.commit(timeout_ms / 1000, backlog.committed if backlog else dict)
+        if backlog is not None and jax.process_index():
+            backlog.learn(answer)
 
 
 def _refused(error: BaseException) -> BaseException:

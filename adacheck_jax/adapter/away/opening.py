@@ -36,11 +36,11 @@ class Opener:
         self._manager = manager
         self._thread = ThreadPoolExecutor(1, thread_name_prefix=_OPENER)
         self._opening: Future[object] | None = None
-        self._told = set[int]()
+        self._raised_in = set[int]()
 
     def begin(self, save: Callable[[], object]) -> None:
         """Begins a save on the manager's thread; an error is raised by who waits for it."""
-        self._told.clear()
+        self._raised_in.clear()
         earlier = [*_begun]
 
         def begun() -> object:
@@ -64,8 +64,8 @@ class Opener:
     def wait_until_finished(self) -> None:
         """As Orbax's; of a save that could not be begun each thread is told once."""
         error, thread = self.wait(), threading.get_ident()
-        if error is not None and thread not in self._told:
-            self._told.add(thread)
+        if error is not None and thread not in self._raised_in:
+            self._raised_in.add(thread)
             raise error
         ocp.CheckpointManager.wait_until_finished(self._manager)
 

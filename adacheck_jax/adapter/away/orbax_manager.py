@@ -22,8 +22,8 @@ from adacheck_jax.adapter import inputs
 from adacheck_jax.adapter.arguments import RestoreArgs, SaveArgs, expect_args, in_item
 from adacheck_jax.adapter.away import outage, restores
 from adacheck_jax.adapter.away.ending import Ending, goes_on
-from adacheck_jax.adapter.away.keeping import Keeping
 from adacheck_jax.adapter.away.opening import Opener, beginning, is_own_thread
+from adacheck_jax.adapter.away.storage_sink import StorageSink
 from adacheck_jax.adapter.handler import AdaCheckHandler
 from adacheck_jax.adapter.inputs import expected_step
 from adacheck_jax.adapter.reports import expect_outside_callback
@@ -84,7 +84,7 @@ class AdaCheckManager(Closing, ocp.CheckpointManager):
         self.calling = threading.RLock()
         self._ending = Ending(self, run.lines, together, keeps_refused=goes_on)
         parts = run, together, self._opener, self._ending
-        self._keeping = Keeping(self, *parts) if goes_on else None
+        self._sink = StorageSink(self, *parts) if goes_on else None
         if goes_on and not is_alone:
             arguments["options"] = self._ending.met(options)
         super().__init__(root, **arguments)
@@ -132,7 +132,7 @@ class AdaCheckManager(Closing, ocp.CheckpointManager):
                 )
 
         try:
-            if (keeping := self._keeping) is not None:
+            if (sink := self._sink) is not None:
                 if not (force or self._is_due(step)):
                     check()
                     return False
@@ -140,7 +140,7 @@ class AdaCheckManager(Closing, ocp.CheckpointManager):
                 state = given if item is None else given.get(item)
                 is_alone = item is None or [*given] == [item]
                 is_ours = is_alone and all(each is None for each in beside)
-                return keeping.save(step, state, save, check, item, is_ours=is_ours)
+                return sink.save(step, state, save, check, item, is_ours=is_ours)
             is_called = jax.process_count() > 1 and (force or self.should_save(step))
             if is_called:
                 self._together.begin()
@@ -157,8 +157,8 @@ class AdaCheckManager(Closing, ocp.CheckpointManager):
 
     def _is_due(self, step: int) -> bool:
         """True if the options say that a step is saved, and it is not in memory."""
-        keeping = self._keeping
-        return (keeping is None or step > keeping.promised.last) and self.should_save(step)
+        sink = self._sink
+        return (sink is None or step > sink.acknowledged.last) and self.should_save(step)
 
     def restore_newest(self, abstract_state: PyTree) -> tuple[int, PyTree] | None:
         """The newest state that can be had: from memory, here or of other processes, or storage.
@@ -221,7 +221,7 @@ class AdaCheckManager(Closing, ocp.CheckpointManager):
         self._together.meet(call, lambda: restores.described(args, item), expect_same)
         self._opener.wait()
         is_own = directory is None  # of another root the manager lists no steps
-        with restores.deletion_told(self, step) if is_own else contextlib.nullcontext():
+        with restores.deletion_detected(self, step) if is_own else contextlib.nullcontext():
             try:
                 return super().restore(step, items, restore_kwargs, directory, args)
             except (FileNotFoundError, ValueError) as error:  # the latter where names have a prefix
@@ -252,8 +252,8 @@ class AdaCheckManager(Closing, ocp.CheckpointManager):
             StorageError: storage refuses them; the message names them.
         """
         expect_outside_callback("wait_until_finished()")
-        if (keeping := self._keeping) is not None and keeping.is_asked:
-            keeping.wait()
+        if (sink := self._sink) is not None and sink.is_asked:
+            sink.wait()
         else:
             self._opener.wait_until_finished()
         lines, saves = self.handler.run.lines, self.handler.run.saves
@@ -274,8 +274,8 @@ class AdaCheckManager(Closing, ocp.CheckpointManager):
         with self.closing() as in_haste:
             expect_outside_callback("close()")
             try:
-                if self._keeping is not None:
-                    self._keeping.close(in_haste=in_haste)
+                if self._sink is not None:
+                    self._sink.close(in_haste=in_haste)
                 elif in_haste and not self._ending.wait(outage.PATIENCE_S):
                     raise goes_on(self)
             except BaseException as error:
@@ -289,7 +289,7 @@ class AdaCheckManager(Closing, ocp.CheckpointManager):
 
     def _end(self) -> None:
         """Closes the manager as Orbax does."""
-        self._keeping, self._is_closed = None, True
+        self._sink, self._is_closed = None, True
         self._ending.keeps_refused = False
         _open_managers.discard(self)
         self._opener.wait()
@@ -349,7 +349,7 @@ def _until_they_stay(reload: Callable[[Any], None]) -> Callable[[Any], None]:
 
 for _name in _ASKING:
     _method = getattr(ocp.CheckpointManager, _name)
-    _method = restores.telling_deletions(_method) if _name == "metadata" else _method
+    _method = restores.detecting_deletions(_method) if _name == "metadata" else _method
     _method = _until_they_stay(_method) if _name == "reload" else _method
     setattr(AdaCheckManager, _name, _behind_opening(_method))
 

@@ -10,7 +10,7 @@ import math
 import time
 
 from adacheck_jax.errors import first_line
-from adacheck_jax.save.line.kept import KeptSteps
+from adacheck_jax.save.line.backlog import Lag
 from adacheck_jax.schedule.stopwatch import Clock
 from adacheck_jax.store.steps.lineage import shown_steps
 
@@ -26,7 +26,7 @@ _WORTH = 10.0
 """The same in times of what the last try took from the training loop, which may be 5 s."""
 _LONGEST_PAUSE_S = 15.0
 """Longest pause between two tries: what is in memory ends with its process."""
-_TOLD_S = 60.0
+_WARNED_S = 60.0
 CLOSING_S = 60.0
 """Seconds for which a manager that is closed tries to write what is in memory."""
 
@@ -42,7 +42,7 @@ class Outage:
         self._clock = clock
         self._since_s: float | None = None
         self._begun_s, self._longest_s = 0.0, 0.0
-        self._next_try_s, self._told_s = -math.inf, -math.inf
+        self._next_try_s, self._warned_s = -math.inf, -math.inf
         self.error: Exception | None = None
 
     @property
@@ -91,26 +91,26 @@ class Outage:
         """Notes that a save has ended well, and the seconds that it took if they are known."""
         if self._since_s is None:
             self._longest_s = max(self._longest_s, took_s or 0.0)
-        elif self._told_s > -math.inf:
+        elif self._warned_s > -math.inf:
             what = "The save has ended" if self.error is None else "Storage answers again"
             _log.warning("%s: steps that are in memory are written now.", what)
         self._since_s, self.error = None, None
-        self._next_try_s = self._told_s = -math.inf
+        self._next_try_s = self._warned_s = -math.inf
 
-    def tell(self, kept: KeptSteps) -> None:
+    def tell(self, lag: Lag) -> None:
         """Warns, once a minute, that steps are kept in memory."""
         now_s = self._clock()
-        if self._since_s is None or now_s < self._told_s + _TOLD_S:
+        if self._since_s is None or now_s < self._warned_s + _WARNED_S:
             return
-        self._told_s = now_s
+        self._warned_s = now_s
         what, why = "A save has not ended", "storage is slow, or does not answer"
-        if kept.is_computing:
+        if lag.is_computing:
             why = "its check has not ended; programs for it are compiled at first"
         if self.error is not None:
             what, why = "Storage has refused steps", first_line(self.error)
         _log.warning(
             "%s for %d s (%s). Training goes on; steps that are kept in memory meanwhile: %s, "
             "with %d of the %d MiB that they may take.",
-            *(what, now_s - self._since_s, why, shown_steps(kept.steps)),
-            *(kept.taken_bytes >> 20, kept.most_bytes >> 20),
+            *(what, now_s - self._since_s, why, shown_steps(lag.steps)),
+            *(lag.taken_bytes >> 20, lag.most_bytes >> 20),
         )

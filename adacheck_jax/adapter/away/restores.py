@@ -28,7 +28,7 @@ _MISSING = (FileNotFoundError, KeyError, ValueError)
 
 
 @contextlib.contextmanager
-def deletion_told(manager: Any, step: Any) -> Iterator[None]:
+def deletion_detected(manager: Any, step: Any) -> Iterator[None]:
     """Tell Orbax's errors about a step that was deleted as its deletion.
 
     Args:
@@ -49,19 +49,19 @@ def deletion_told(manager: Any, step: Any) -> Iterator[None]:
         if number not in known:
             raise
         name = manager._step_name_format.build_name(number)
-        with deletion.told(located(f"{manager.directory}/{name}"), *_MISSING):
+        with deletion.detected(located(f"{manager.directory}/{name}"), *_MISSING):
             raise
 
 
-def telling_deletions(reads: Callable[..., Any]) -> Callable[..., Any]:
-    """A method of Orbax's that reads a step, behind :func:`deletion_told`."""
+def detecting_deletions(reads: Callable[..., Any]) -> Callable[..., Any]:
+    """A method of Orbax's that reads a step, behind :func:`deletion_detected`."""
 
     @functools.wraps(reads)
-    def told(self: Any, step: Any = None, *args: Any, **kwargs: Any) -> Any:
-        with deletion_told(getattr(self, "_manager", self), step):
+    def guarded(self: Any, step: Any = None, *args: Any, **kwargs: Any) -> Any:
+        with deletion_detected(getattr(self, "_manager", self), step):
             return reads(self, step, *args, **kwargs)
 
-    return told
+    return guarded
 
 
 def without_item(

@@ -142,9 +142,9 @@ def found_files(directory: str, root: str, item: str | None) -> list[FoundFile]:
         others = ", ".join(
             sorted({f"{x.root} (item {x.item!r})" if x.item else x.root for x in places})
         )
-        told = f"; there are some of {others}" if others else ""
+        beside = f"; there are some of {others}" if others else ""
         named = "" if item is None else f" of item {item!r}"
-        raise NoFilesError(f"{directory} has no states{named} of {root}{told}")
+        raise NoFilesError(f"{directory} has no states{named} of {root}{beside}")
     return found
 
 

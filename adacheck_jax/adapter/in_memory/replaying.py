@@ -70,8 +70,8 @@ def replay(
         ready()
         return compiled(*args)
 
-    with Progress("recovering a state from memory") as told:
-        replaying = Replay(leaves, specs, update, advance, shardings, told)
+    with Progress("recovering a state from memory") as progress:
+        replaying = Replay(leaves, specs, update, advance, shardings, progress)
         return replaying.run(readers, _consumed(readers, update, specs, shardings))
 
 

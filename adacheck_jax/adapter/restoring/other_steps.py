@@ -57,5 +57,5 @@ class OtherSteps:
         there = roots.stock_steps(*self._line) if self.wanted is not None else {}
         passed = sorted(step for step in there if found < step < (self.wanted or 0))
         if passed:
-            told = "Passed over steps %s, which stock Orbax saved: nothing can verify them."
-            _log.warning(told, lineages.shown_steps(passed))
+            message = "Passed over steps %s, which stock Orbax saved: nothing can verify them."
+            _log.warning(message, lineages.shown_steps(passed))

@@ -77,21 +77,21 @@ def info_of(
     paths = tuple(leaves[i].path for i in rounded)
     tolerance = check.tolerance(lineage, rounded) if rounded else 0.0
     stale = {leaves[i].path: step for i, step in end.stale}
-    told = dict[str, str]()
+    remedies = dict[str, str]()
     if stale:
-        told[
+        remedies[
             f"{path}: the ephemeral leaves of step {end.step} have the bits of step "
             f"{min(stale.values())} or of one after it ({listed(stale, 5)}): they are saved with "
             "bases alone. All other leaves are as they were trained."
         ] = "restore a base step"
     if paths:
-        told[
+        remedies[
             f"{path}: {len(paths)} leaves of step {end.step} are within rounding of what was "
             f"saved, not the exact bits ({listed(paths, 5)}; each within about {tolerance:.0e} of "
             "its leaf's largest value): they come out of sums, and the devices that they were "
             "saved from do not exist here."
         ] = "restore where as many devices exist as when it was saved, restore a base step"
-    for message, remedy in told.items():
+    for message, remedy in remedies.items():
         if wants_exact:
             raise IntegrityError(
                 f"{message} Nothing was returned; {remedy}, or do not ask for require_exact=True."

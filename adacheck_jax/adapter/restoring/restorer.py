@@ -100,7 +100,7 @@ class StepRestorer:
         """
         begin_s = self._clock()
         try:
-            with deletion.told(path):
+            with deletion.detected(path):
                 if args.step is None and roots.is_stock(path):
                     with agreed():
                         return self._restored_stock(path, args)
@@ -158,7 +158,7 @@ class StepRestorer:
             else:
                 place, lineage = others.take(), None
             try:
-                with deletion.told(place):
+                with deletion.detected(place):
                     with agreed():
                         found = lineage or finding.resolve(place)
                         if lineage is None and identity.of_lineage(found) in bad:

@@ -24,7 +24,7 @@ from adacheck_jax.processes import run
 from adacheck_jax.processes.calls import Calls
 from adacheck_jax.processes.consent import Consent
 from adacheck_jax.processes.meetings import Exchange
-from adacheck_jax.save.line.kept import Keeper
+from adacheck_jax.save.line.backlog import Backlog
 from adacheck_jax.save.saver import Saver
 from adacheck_jax.schedule.stopwatch import Clock
 from adacheck_jax.store.retention import KeepLineage
@@ -89,11 +89,11 @@ class Lines:
         return False
 
     @property
-    def keeper(self) -> Keeper | None:
-        """The keeper of the steps in memory; None before the first one, or of several lines."""
+    def backlog(self) -> Backlog | None:
+        """The backlog of the steps in memory; None before the first one, or of several lines."""
         with contextlib.suppress(ValueError):
             if (only := self.only) is not None:
-                return only[1].kept
+                return only[1].backlog
         return None
 
     def note_gap(self, *, is_lost: bool = False) -> None:

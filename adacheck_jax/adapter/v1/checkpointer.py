@@ -59,7 +59,7 @@ class StateCheckpointer(
 
 for _name in ("load_checkpointables", "metadata", "checkpointables_metadata"):
     _method = getattr(ocp.training.Checkpointer, _name)
-    setattr(StateCheckpointer, _name, restores.telling_deletions(_method))
+    setattr(StateCheckpointer, _name, restores.detecting_deletions(_method))
 
 
 def checkpointer(

@@ -91,7 +91,7 @@ class StateHandler(ocp.handlers.CheckpointableHandler[PyTree, PyTree]):
     async def metadata(self, directory: ocp.path.Path) -> PyTree:
         """Orbax's tree of abstract leaves of a step; see :meth:`AdaCheckHandler.metadata`."""
         path = located(str(directory))
-        with deletion.told(path):
+        with deletion.detected(path):
             described = path if is_stock(path) else described_lineage(path).base_directory
         return await ocp.handlers.PyTreeHandler().metadata(epath.Path(str(described)))
 

@@ -74,7 +74,7 @@ class Journal(StepFile):
         numbers_bytes = 2 * sum(x.nbytes for x in fold.scalars.values())
         header_bytes = 1024 + numbers_bytes + LEAF_HEADER_BYTES * len(structure.leaves)
         if place.run:
-            header_bytes += len(json.dumps(self._told_held)) + 2 * LEAF_HEADER_BYTES * len(
+            header_bytes += len(json.dumps(self._held_json)) + 2 * LEAF_HEADER_BYTES * len(
                 structure.leaves
             )
         # The copy may begin at any multiple of its alignment.
@@ -156,9 +156,9 @@ class Journal(StepFile):
         if not self.place.run:  # nobody has a copy
             return Found(header["step"], blocks, header["sums"])
         sums, changed = sums_of(blocks), set[LeafBox]()
-        for i, told in (header["folded"] or {}).items():
+        for i, stored in (header["folded"] or {}).items():
             boxes = [(int(i), box) for box in self.held.boxes(int(i))]
-            changed |= {x for x, old in zip(boxes, told, strict=True) if sums[x] != old}
+            changed |= {x for x, old in zip(boxes, stored, strict=True) if sums[x] != old}
         return Found(header["step"], blocks, header["sums"], changed, sums)
 
     def _blocks(self) -> Mapping[int, Blocks]:

@@ -122,8 +122,8 @@ class RecordLog(StepFile):
             ShadowFileError: there is no room for it.
         """
         leaves = [i for i in change.stored if i in self._places]
-        told = Recorded(change.updates, tuple(sorted(change.unreplayed)), change.stored, {})
-        head = framed({"head": told.head})
+        recorded = Recorded(change.updates, tuple(sorted(change.unreplayed)), change.stored, {})
+        head = framed({"head": recorded.head})
         begin = self._end + aligned(len(head))
         places, end = self._placed(leaves, begin)
         if end > len(self.file.data):
@@ -149,10 +149,10 @@ class RecordLog(StepFile):
         if not self.place.run:
             return {}
         sums = sums_of(self._views(places))
-        self._told_sums(len(sums), start)[:] = [*sums.values()]
+        self._stored_sums(len(sums), start)[:] = [*sums.values()]
         return sums
 
-    def _told_sums(self, count: int, start: int) -> np.ndarray:
+    def _stored_sums(self, count: int, start: int) -> np.ndarray:
         return self.file.data[start : start + _SUM_BYTES * count].view(np.uint64)
 
     def _changed(self, views: Mapping[int, Blocks], start: int) -> frozenset[LeafBox]:
@@ -160,8 +160,8 @@ class RecordLog(StepFile):
         if not self.place.run:
             return frozenset()
         sums = sums_of(views)
-        told = self._told_sums(len(sums), start).tolist()
-        pairs = zip(sums.items(), told, strict=True)
+        recorded = self._stored_sums(len(sums), start).tolist()
+        pairs = zip(sums.items(), recorded, strict=True)
         return frozenset(each for (each, found), expected in pairs if found != expected)
 
     def _views(self, places: Places) -> dict[int, Blocks]:
@@ -178,9 +178,9 @@ class RecordLog(StepFile):
         while self._end < header["end"]:
             head, head_bytes = unframed(self.file.data[self._end :])
             begin = self._end + aligned(head_bytes)
-            told = Recorded.of(head["head"], {})
-            leaves = [i for i in told.stored if i in self._places]
+            recorded = Recorded.of(head["head"], {})
+            leaves = [i for i in recorded.stored if i in self._places]
             places, self._end = self._placed(leaves, begin)
-            records.append(replace(told, blocks=self._views(places)))
+            records.append(replace(recorded, blocks=self._views(places)))
             changed |= self._changed(records[-1].blocks, begin)
         return Found(header["step"], state, header["sums"], changed, records=records)

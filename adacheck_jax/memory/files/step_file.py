@@ -102,11 +102,11 @@ def files_in(directory: str) -> list[FoundFile]:
     """The files in a directory, of all runs and processes."""
     found = list[FoundFile]()
     for path in sorted(Path(directory).glob(f"*{SUFFIX}")):
-        if (told := peek(path)) and told.get("format") == _FORMAT:
-            place = FilePlace(directory, *(told[name] for name in _PLACE))
+        if (header := peek(path)) and header.get("format") == _FORMAT:
+            place = FilePlace(directory, *(header[name] for name in _PLACE))
             if place.path == path:
-                held = None if told["held"] is None else Held.of_json(told["held"])
-                found.append(FoundFile(place, held, told.get("kind", "")))
+                held = None if header["held"] is None else Held.of_json(header["held"])
+                found.append(FoundFile(place, held, header.get("kind", "")))
     return found
 
 
@@ -219,8 +219,8 @@ class StepFile:
         self, place: FilePlace, structure: Structure, update: ExportedUpdate, held: Held
     ) -> None:
         self.place, self._structure, self.held = place, structure, held
-        self._told_state, self._number = state_told(structure, update), 0
-        self._told_held = held.to_json() if place.run else None
+        self._state_header, self._number = state_header(structure, update), 0
+        self._held_json = held.to_json() if place.run else None
 
     @property
     def _layout(self) -> str:
@@ -229,7 +229,7 @@ class StepFile:
 
     @property
     def _description_bytes(self) -> int:
-        return _DESCRIPTION_BYTES + len(json.dumps(self._told_held))
+        return _DESCRIPTION_BYTES + len(json.dumps(self._held_json))
 
     def create(self) -> None:
         """Make the file; it holds no step.
@@ -237,8 +237,8 @@ class StepFile:
         Raises:
             ShadowFileError: it cannot be had.
         """
-        told = {**self._description(), "bytes": self.file.size_bytes}
-        self.file.create(told, self._reserved_bytes)
+        header = {**self._description(), "bytes": self.file.size_bytes}
+        self.file.create(header, self._reserved_bytes)
 
     def open(self) -> None:
         """Take the file that another process has left.
@@ -267,8 +267,8 @@ class StepFile:
             "kind": self.kind,
             "boot": boot(),
             **{name: getattr(self.place, name) for name in _PLACE},
-            "held": self._told_held,
-            **self._told_state,
+            "held": self._held_json,
+            **self._state_header,
             "settings": update_program.environment(),
             "layout": _digest_of(self._layout),
         }
@@ -389,7 +389,7 @@ class StepFile:
         raise NotImplementedError
 
 
-def state_told(structure: Structure, update: ExportedUpdate) -> Mapping[str, str]:
+def state_header(structure: Structure, update: ExportedUpdate) -> Mapping[str, str]:
     """The part of a description that tells of a state and its update."""
     leaves = [(each.path, each.shape, each.dtype, each.key_type) for each in structure.leaves]
     return {"leaves": _digest_of(repr(leaves)), "update": update.digest}

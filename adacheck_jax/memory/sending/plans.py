@@ -14,7 +14,7 @@ import jax
 import numpy as np
 
 from adacheck_jax.device import sending, sharding, transfer
-from adacheck_jax.device.lead import nearest
+from adacheck_jax.device.primary import nearest
 from adacheck_jax.device.sending import Sender
 from adacheck_jax.format.boxes import Box
 from adacheck_jax.memory.holdings import HeldBox
@@ -95,8 +95,8 @@ def plan_of(snapshot: Snapshot, parts: Sequence[HeldBox], leaves: frozenset[int]
     for each in parts:
         for i in each.leaves if process in each.owners[-each.sent :] else ():
             kept.setdefault(i, []).append((each.owners[0], each.box))
-    told = [(pair, sorted(of_pair.items())) for pair, of_pair in sorted(ends.items())]
-    digest = hashlib.sha256(repr((told, sorted(leaves), made)).encode()).hexdigest()
+    sent = [(pair, sorted(of_pair.items())) for pair, of_pair in sorted(ends.items())]
+    digest = hashlib.sha256(repr((sent, sorted(leaves), made)).encode()).hexdigest()
     dtypes = [np.dtype(leaf.dtype) for leaf in structure.leaves]
     sender = Sender(platform, made) if made else None
     return SendPlan(dtypes, kept, sender, picks, received, digest)

@@ -7,7 +7,7 @@ from collections.abc import Collection
 
 from adacheck_jax.format.manifest import Caution
 from adacheck_jax.plan.save_plan import SavePlan
-from adacheck_jax.save.pending import CAUSES, told
+from adacheck_jax.save.pending import CAUSES, mismatch
 from adacheck_jax.state.snapshot import Structure
 from adacheck_jax.store.steps import lineage
 from adacheck_jax.update.recorder_state import find_nodes
@@ -16,13 +16,13 @@ _log = logging.getLogger(__name__)
 _REASON_LENGTH = 1000
 
 
-class Distrust:
+class Quarantine:
     """Findings of the checks of a run: once there is one, the run is cautious."""
 
     def __init__(self) -> None:
         self._reason = ""
         self._paths: frozenset[str] = frozenset()
-        self._told: frozenset[str] = frozenset()
+        self._warned: frozenset[str] = frozenset()
 
     @property
     def is_cautious(self) -> bool:
@@ -45,11 +45,11 @@ class Distrust:
     def tell(self, plan: SavePlan, wrong: Collection[int]) -> None:
         """Notes leaves that replay gets wrong, and warns of those that are new."""
         structure, indices = plan.structure, sorted(wrong)
-        text = told(structure, indices)
+        text = mismatch(structure, indices)
         self.learn(f"step {plan.step}: {text}")
         paths = {structure.leaves[i].path for i in indices}
-        if not paths.issubset(self._told):
-            self._told |= paths
+        if not paths.issubset(self._warned):
+            self._warned |= paths
             _log.warning(
                 "Step %d, and perhaps others after it: %s. They are stored as they are, and the "
                 "other leaves are replayed. %s",

@@ -11,7 +11,7 @@ from adacheck_jax.plan.decision import advanced
 from adacheck_jax.plan.situation import Counts
 from adacheck_jax.save.line.notices import tell_given_up
 from adacheck_jax.save.one_save import Save
-from adacheck_jax.save.pending import Pending, Tip
+from adacheck_jax.save.pending import KnownStep, Pending
 from adacheck_jax.store import links
 from adacheck_jax.store.retention import KeepLineage
 from adacheck_jax.store.steps import lookup, marks
@@ -37,7 +37,7 @@ class Parent:
 
     directory: AnyPath
     number: int | None
-    tip: Tip
+    known: KnownStep
     save: Save | None
     lineage: Lineage | None = None
     _files: frozenset[str] = frozenset()
@@ -76,7 +76,9 @@ class Parent:
             if at(self.directory).is_folder:
                 _log.warning("The last step cannot be built on: %s", error)
             else:
-                _log.info("Step %d was deleted; the next step does not build on it.", self.tip.step)
+                _log.info(
+                    "Step %d was deleted; the next step does not build on it.", self.known.step
+                )
             return
         self.lineage = found
 
@@ -125,7 +127,7 @@ class Line:
         # Until the save is committed its directory does not exist, and if it fails it never will:
         # the next save looks at the disk, finds no parent, and writes a base.
         saved = Parent(save.directory, save.number, save.own, save)
-        for each in (*(parent.tip for parent in self._candidates), *save.steps[:-1]):
+        for each in (*(parent.known for parent in self._candidates), *save.steps[:-1]):
             each.forget()
         self.saved, self._candidates = saved, (saved,)
         self.deferred_behind, self.deferred = saved, self.deferred[len(save.steps) :]
@@ -136,8 +138,8 @@ class Line:
         saved = self.saved
         others = (saved,) if saved is not None and saved.directory != restored.directory else ()
         for each in self._candidates:
-            if each.tip.preparing is not None:  # no witness is needed; one in work is made
-                each.tip.preparing.cancel()
+            if each.known.preparing is not None:  # no baseline is needed; one in work is made
+                each.known.preparing.cancel()
         self._candidates = (restored, *others)
 
     def forget(self) -> None:
@@ -192,9 +194,9 @@ class Line:
         is_kept = keep is not None and (keep.is_asked or self.saved is None)
         return is_kept or self.has_links(final_directory)
 
-    def tip_behind(self, parent: Parent) -> Tip:
+    def last_after(self, parent: Parent) -> KnownStep:
         """The last step in memory: of the deferred ones, else the parent's own."""
-        return self.deferred[-1] if self.deferred else parent.tip
+        return self.deferred[-1] if self.deferred else parent.known
 
     def add(self, staged: Pending, *, drains: bool) -> None:
         """Adds a step; it ``drains`` if it takes device memory until it was copied to the host."""

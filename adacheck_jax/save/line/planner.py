@@ -29,9 +29,9 @@ from adacheck_jax.proof.checker import Check, Checker, Comparison, Findings, is_
 from adacheck_jax.proof.identity import Identity
 from adacheck_jax.proof.sample import Sampling
 from adacheck_jax.save.background_bases import BackgroundBases
-from adacheck_jax.save.line.notices import Distrust
+from adacheck_jax.save.line.notices import Quarantine
 from adacheck_jax.save.line.parents import Line, Parent
-from adacheck_jax.save.pending import Pending, Tip, told
+from adacheck_jax.save.pending import KnownStep, Pending, mismatch
 from adacheck_jax.schedule.line import LineSchedule
 from adacheck_jax.state.exported_update import NOT_YET, ExportedUpdate, ExportedUpdates
 from adacheck_jax.state.snapshot import Snapshot, Snapshots, Structure
@@ -44,12 +44,12 @@ _log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True)
-class Course:
+class Proposal:
     """A save as planned: with what it follows, and the check that has begun.
 
     Attributes:
         parent: the step on the disk that a delta follows, also where the plan is a base.
-        tip: the last step in memory behind that parent.
+        before: the last step in memory behind that parent.
         check: comparison of the replay that is waited for before the save returns
             (:meth:`Planner.confirmed`).
         facts: what a plan with a check was made from.
@@ -59,7 +59,7 @@ class Course:
 
     plan: SavePlan
     parent: Parent | None
-    tip: Tip | None
+    before: KnownStep | None
     again: Pending | None = None
     check: Check | None = None
     facts: Situation | None = None
@@ -85,7 +85,7 @@ class Planner:
             options.ephemeral,
             compares_replicas=options.check_replicas != "off",
         )
-        self.distrust = Distrust()
+        self.quarantine = Quarantine()
         self.line = Line(options.keep_lineage)
         self.updates = ExportedUpdates(options.check)
         self._checker: tuple[Structure, ExportedUpdate, Checker] | None = None
@@ -98,7 +98,7 @@ class Planner:
         agrees: Callable[[str], bool],
         *,
         replayable: bool,
-    ) -> Course:
+    ) -> Proposal:
         """Plans a save: without a look at the state's values if it is still being computed.
 
         The check of a replayed delta is begun, unless the plan is speculative. ``agrees`` asks all
@@ -109,13 +109,13 @@ class Planner:
         """
         again = self.line.supersede(step)
         only = self.line.only
-        waits = self.distrust.is_cautious or is_computed(snapshot)
+        waits = self.quarantine.is_cautious or is_computed(snapshot)
         if not waits and step is not None and only is not None and only.save is not None:
             self.line.look(only, directory)
             facts = self._situation(snapshot, directory, step, None, only, again, replayable)
             planned = save_plan.speculate(facts, self._options)
             if planned is not None and not second_copy.is_collective(snapshot, facts.update):
-                return Course(planned, only, self.line.tip_behind(only), again)
+                return Proposal(planned, only, self.line.last_after(only), again)
         counts = snapshot.counts()  # waits for the running step
         self.settle_deferred()
         if again is not None and again.counts() != counts:
@@ -131,22 +131,24 @@ class Planner:
             parent = None
         parent = parent or self.line.choose(directory, counts)
         facts = self._situation(snapshot, directory, step, counts, parent, again, replayable)
-        tip = self.line.tip_behind(parent) if parent else None
-        course = self._giving_up(Course(save_plan.plan(facts, self._options), parent, tip, again))
-        witness = tip and tip.witness
-        if course.plan.decision.kind != "replay" or parent is None or witness is None:
-            return course
+        before = self.line.last_after(parent) if parent else None
+        proposal = self._giving_up(
+            Proposal(save_plan.plan(facts, self._options), parent, before, again)
+        )
+        baseline = before and before.baseline
+        if proposal.plan.decision.kind != "replay" or parent is None or baseline is None:
+            return proposal
         is_collective = second_copy.is_collective(snapshot, facts.update)
-        if is_collective and not agrees(name_of(course.plan, snapshot)):
-            refuse = functools.partial(_refuse, course.plan.step)
-            return dataclasses.replace(course, compare=refuse)
-        if isinstance(tip, Pending):
+        if is_collective and not agrees(name_of(proposal.plan, snapshot)):
+            refuse = functools.partial(_refuse, proposal.plan.step)
+            return dataclasses.replace(proposal, compare=refuse)
+        if isinstance(before, Pending):
             with contextlib.suppress(AdaCheckError):  # raised by the save of that step
-                tip.verify()
+                before.verify()
         checker = self.checker_of(snapshot.structure, facts.update)
         sums = functools.partial(sums_of, snapshot)
-        check = checker.begin(witness, snapshot.arrays, course.plan.step, sums)
-        return dataclasses.replace(course, check=check, facts=facts)
+        check = checker.begin(baseline, snapshot.arrays, proposal.plan.step, sums)
+        return dataclasses.replace(proposal, check=check, facts=facts)
 
     def plan_deferred(
         self,
@@ -155,7 +157,7 @@ class Planner:
         step: int,
         again: Pending | None,
         away_bytes: int | None,
-    ) -> Course | str:
+    ) -> Proposal | str:
         """Plans a step that stays in memory; or gives the reason why it has to be saved instead."""
         replayable = parent.save is None or parent.save.replayable
         facts = self._situation(snapshot, parent.directory, step, None, parent, again, replayable)
@@ -170,7 +172,7 @@ class Planner:
         taken_bytes = len(self.line.deferred) * own_bytes
         if taken_bytes + own_bytes > max(situation.most_bytes(structure), away_bytes or 0):
             return "the recorded steps fill the memory that they may take"
-        return Course(planned, parent, self.line.tip_behind(parent))
+        return Proposal(planned, parent, self.line.last_after(parent))
 
     def _situation(
         self,
@@ -183,10 +185,10 @@ class Planner:
         replayable: bool,
     ) -> Situation:
         """All that a plan may know."""
-        structure, tip = snapshot.structure, None
+        structure, before = snapshot.structure, None
         if parent is not None:
-            tip = self.line.tip_behind(parent)
-            tip.wait()  # the update is exported there already
+            before = self.line.last_after(parent)
+            before.wait()  # the update is exported there already
         is_new = parent is None and replayable and not structure.on_accelerator
         is_new = is_new and not self._shadow.may_be_sent(structure)  # by the caller's thread
         can_wait = is_new and self.updates.can_wait(structure)
@@ -199,7 +201,7 @@ class Planner:
             update=update,
             counts=counts,
             replayable=replayable,
-            distrusted=self.distrust.leaves_of(structure),
+            quarantined=self.quarantine.leaves_of(structure),
             parent=None if parent is None else self._facts(parent, structure, update, counts),
             is_only=parent is not None and self.line.only is parent,
             is_first=self.line.is_empty,
@@ -211,37 +213,37 @@ class Planner:
             makes_bases=self._bases.known.are_possible
             if jax.process_count() > 1
             else self.background(directory).are_possible,
-            shadow_problem="" if tip is None else self._shadow_problem(tip, again),
+            shadow_problem="" if before is None else self._shadow_problem(before, again),
         )
 
     def _facts(
         self, parent: Parent, structure: Structure, update: ExportedUpdate, counts: Counts | None
     ) -> Facts:
         """Facts about the step that a state with these counters would follow."""
-        tip, save = self.line.tip_behind(parent), parent.save
+        before, save = self.line.last_after(parent), parent.save
         base_depth, saved = parent.base_depth, save and save.plan
         if save is not None:
             # Several processes may not see at the same save that a step has become a base.
             made_depth = self._bases.known.newest_depth
             base_depth = max(base_depth, made_depth) if jax.process_count() == 1 else made_depth
-        fits = tip.witness is not None and tip.witness.fits(structure, update)
+        fits = before.baseline is not None and before.baseline.fits(structure, update)
         return Facts(
-            step=tip.step,
-            depth=tip.depth - base_depth,
-            counts=None if counts is None else tip.counts(),
+            step=before.step,
+            depth=before.depth - base_depth,
+            counts=None if counts is None else before.counts(),
             lineage=parent.lineage,
-            deferred_count=tip.depth - parent.tip.depth,
-            has_witness=fits,
-            copied=tip.kept,
-            leaves=tip.leaves,
-            has_moved=tip.witness is not None and not fits,
+            deferred_count=before.depth - parent.known.depth,
+            has_baseline=fits,
+            copied=before.kept,
+            leaves=before.leaves,
+            has_moved=before.baseline is not None and not fits,
             structure=saved and saved.structure,
             kind=saved and saved.decision.kind,
             interval=saved.interval if saved else 0,
             is_lost=save is not None and save.is_lost,
         )
 
-    def _shadow_problem(self, tip: Tip, again: Pending | None) -> str:
+    def _shadow_problem(self, before: KnownStep, again: Pending | None) -> str:
         """The reason why a base is due: the shadow followed what was given up, or has no room.
 
         Of several processes all have to plan alike: by what they agreed on with the last save.
@@ -249,7 +251,7 @@ class Planner:
         if jax.process_count() > 1:
             return self._shadow.due
         is_again = again is not None and not self._shadow.is_beyond(again)
-        if self._shadow.is_beyond(tip) and not is_again:
+        if self._shadow.is_beyond(before) and not is_again:
             return "the shadow followed another step"
         return self._shadow.wants_base
 
@@ -264,12 +266,12 @@ class Planner:
         may_be = may_be and self.line.has_links(directory)
         return dataclasses.replace(own, are_possible=may_be)
 
-    def confirmed(self, snapshot: Snapshot, course: Course) -> Course:
+    def confirmed(self, snapshot: Snapshot, proposal: Proposal) -> Proposal:
         """Waits for the check, and plans anew what replay gets wrong of a state that is there."""
-        check, facts, before = course.check, course.facts, course.tip
+        check, facts, before = proposal.check, proposal.facts, proposal.before
         if check is None or facts is None or before is None:
-            return course
-        planned, structure = course.plan, course.plan.structure
+            return proposal
+        planned, structure = proposal.plan, proposal.plan.structure
         findings = check.findings(planned.decision.updates)
         if findings and planned.update.engine == "identity":
             self.updates.compare_in_full()
@@ -279,35 +281,35 @@ class Planner:
                 "another program than a restore would; from now on its updates are compared in full"
             )
             made = save_plan.decided(facts, unplanned(reason), self._options)
-            return self._giving_up(dataclasses.replace(course, plan=made, check=None))
+            return self._giving_up(dataclasses.replace(proposal, plan=made, check=None))
         wrong = frozenset(findings) - save_plan.known_unreplayed(facts)
         if planned.unchanged and jax.process_count() == 1:  # others may not know the values yet
             expected, own = before.sums(), sums_of(snapshot, planned.unchanged)
             wrong |= {i for i, value in own.items() if value != expected[i]}
         if not wrong:
-            return course
+            return proposal
         unhealed = _owned_by_others(snapshot, wrong)
         if healed := wrong - unhealed:
-            self.distrust.tell(planned, healed)
+            self.quarantine.tell(planned, healed)
         sparse = [i for i in findings if i in wrong and is_sparse(structure, i, findings[i])]
-        self.distrust.learn("", [structure.leaves[i].path for i in sparse])
-        facts = dataclasses.replace(facts, distrusted=self.distrust.leaves_of(structure))
+        self.quarantine.learn("", [structure.leaves[i].path for i in sparse])
+        facts = dataclasses.replace(facts, quarantined=self.quarantine.leaves_of(structure))
         wrong_bytes = sum(structure.leaves[i].nbytes for i in wrong)
         whole_bytes = sum(leaf.nbytes for leaf in structure.leaves)
         if facts.process_count == 1 and 2 * wrong_bytes > whole_bytes:
-            reason = told(structure, sorted(wrong))
+            reason = mismatch(structure, sorted(wrong))
             made = save_plan.decided(facts, Decision("base", reason), self._options)
-            return self._giving_up(dataclasses.replace(course, plan=made, check=None))
+            return self._giving_up(dataclasses.replace(proposal, plan=made, check=None))
         check.renew(snapshot.arrays, wrong)
         made = save_plan.planned(facts, planned.decision, self._options, wrong=wrong)
         made = dataclasses.replace(made, unhealed=tuple(sorted(unhealed)))
-        return dataclasses.replace(course, plan=made)
+        return dataclasses.replace(proposal, plan=made)
 
-    def _giving_up(self, course: Course) -> Course:
+    def _giving_up(self, proposal: Proposal) -> Proposal:
         """Gives up the deferred steps that a plan leaves behind."""
-        if reason := course.plan.given_up:
+        if reason := proposal.plan.given_up:
             self.line.give_up(0, reason)
-        return course
+        return proposal
 
     def checker_of(self, structure: Structure, update: ExportedUpdate) -> Checker:
         """The checker of the deltas of a structure; made once."""
@@ -322,7 +324,7 @@ class Planner:
 
         None if that can be said of later steps alone.
         """
-        return not self.distrust.is_cautious and self._shadow.proves
+        return not self.quarantine.is_cautious and self._shadow.proves
 
     def snapshot_of_restored(self, restored: Lineage, state: PyTree) -> Snapshot | None:
         """A restored state taken apart; None where the next save cannot be a replayed delta."""
@@ -344,13 +346,13 @@ class Planner:
         save = self.line.save
         for each in (*(save.steps if save is not None else ()), *self.line.deferred):
             if each.saved:
-                self.distrust.tell(each.plan, each.saved)
+                self.quarantine.tell(each.plan, each.saved)
         if save is not None:
             known = save.agreed.caution if save.agreed else save.caution
             leaves = save.structure.leaves
-            self.distrust.learn(known.reason, [leaves[i].path for i in known.distrusted])
+            self.quarantine.learn(known.reason, [leaves[i].path for i in known.distrusted])
             if not self.line.deferred:  # else those before are of another replica
-                self.snapshots.follow(save.agreed_lead)
+                self.snapshots.follow(save.agreed_primary)
             if isinstance(save.error, ReplayError):  # without the path of the step's directory
                 self._learn_disproved(str(save.error.__cause__ or save.error), save.steps)
         # Of several processes one alone may have found a deferred step wrong: the save that writes
@@ -375,7 +377,7 @@ class Planner:
             for each in steps
             for i in each.disproved.union(each.plan.unhealed)
         ]
-        self.distrust.learn(reason, paths)
+        self.quarantine.learn(reason, paths)
 
     def settle_deferred(self) -> None:
         """Settles and verifies deferred steps; gives up those that are not one update apart."""
@@ -410,7 +412,7 @@ class Planner:
     def settle_last_deferred(self) -> str:
         """The reason, if any, why the last step deferred has to be saved instead; waits for all."""
         try:
-            self.line.settle(verify=self.distrust.is_cautious and jax.process_count() == 1)
+            self.line.settle(verify=self.quarantine.is_cautious and jax.process_count() == 1)
         except AdaCheckError as error:
             # This one is left to a save, which sees the whole state.
             self.line.cut(len(self.line.deferred) - 1)

@@ -35,7 +35,7 @@ _LOOK_BY_REQUEST_S = 0.1
 
 
 @contextlib.contextmanager
-def told(item_directory: AnyPath, *errors: type[Exception]) -> Iterator[None]:
+def detected(item_directory: AnyPath, *errors: type[Exception]) -> Iterator[None]:
     """Tells what is missing of a step that somebody deletes as its deletion, not as damage.
 
     Args:

@@ -15,11 +15,11 @@ from adacheck_jax.adapter.training_run import TrainingRun
 from adacheck_jax.errors import AdaCheckError, DifferingCallsError, StorageError
 from adacheck_jax.processes.lockstep import Lockstep
 from adacheck_jax.processes.messages import Report
-from adacheck_jax.save.line.kept import KeptSteps
+from adacheck_jax.save.line.backlog import Lag
 from adacheck_jax.store.steps.lineage import shown_steps
 
 
-class PromisedSteps:
+class AcknowledgedSteps:
     """Steps in memory of which a training loop was told that they are saved.
 
     Which ones they are all processes know alike: each step is kept by all of them or by none.
@@ -44,15 +44,15 @@ class PromisedSteps:
         return self.last >= 0
 
     @property
-    def kept(self) -> KeptSteps:
+    def lag(self) -> Lag:
         """Steps in memory that are not on the disk."""
-        keeper = self.lines.keeper
-        return KeptSteps(None, (), (), 1, None) if keeper is None else keeper.steps()
+        backlog = self.lines.backlog
+        return Lag(None, (), (), 1, None) if backlog is None else backlog.lag()
 
     def add(self, step: int) -> None:
         """Notes that a step is in memory, and that ``save`` answers True."""
         self.last = max(self.last, step)
-        self.outage.tell(self.kept)
+        self.outage.tell(self.lag)
 
     def end(self) -> None:
         """Notes that all are written."""
@@ -60,8 +60,8 @@ class PromisedSteps:
 
     def replace(self, step: int) -> None:
         """Lets go of a step that its caller saves again."""
-        if step <= self.last and (keeper := self.lines.keeper) is not None:
-            keeper.replace(step)
+        if step <= self.last and (backlog := self.lines.backlog) is not None:
+            backlog.replace(step)
 
     def record(self, args: SaveArgs, step: int) -> bool:
         """Records a step in memory, in all processes or none, if nothing is lost by it."""
@@ -73,38 +73,42 @@ class PromisedSteps:
             is_recorded = self.saves.record_step(args.state, step, away_bytes=self._room_bytes)
         except Exception as error:
             wrong = error
-        own = {"is_kept": is_recorded, "room_bytes": self.kept.most_bytes}
-        told: Report = {"is_kept": False}
+        own = {"is_kept": is_recorded, "room_bytes": self.lag.most_bytes}
+        answer: Report = {"is_kept": False}
         try:
-            told = self.together.agreed(own, by_all, wrong, f"call save({step})")
-            self._room_bytes = told["room_bytes"]
+            answer = self.together.agreed(own, by_all, wrong, f"call save({step})")
+            self._room_bytes = answer["room_bytes"]
         except BaseException:  # another process may have recorded it
             self.has_gap = jax.process_count() > 1
             raise
         finally:
-            if is_recorded and not told["is_kept"] and (keeper := self.lines.keeper) is not None:
-                keeper.take_back()
-        if told["is_kept"]:
+            if (
+                is_recorded
+                and not answer["is_kept"]
+                and (backlog := self.lines.backlog) is not None
+            ):
+                backlog.take_back()
+        if answer["is_kept"]:
             self.add(step)
-        return told["is_kept"]
+        return answer["is_kept"]
 
     def keep(self, step: int, error: Exception, *, is_ours: bool) -> None:
         """Keeps a save that failed; or raises its error, with the steps that are lost with it."""
-        keeper = self.lines.keeper
+        backlog = self.lines.backlog
         try:
-            is_kept = keeper is not None and keeper.fail(step, error) and is_ours
+            is_kept = backlog is not None and backlog.fail(step, error) and is_ours
         except AdaCheckError as wrong:
             is_kept, error = False, wrong
-        told = self.together.agreed({"is_kept": is_kept, "room_bytes": 0}, by_all)
-        if told["is_kept"]:
+        answer = self.together.agreed({"is_kept": is_kept, "room_bytes": 0}, by_all)
+        if answer["is_kept"]:
             self.outage.refuse(error)
             self.add(step)
             return
         if is_kept:
             error = StorageError(f"{error} Another process cannot write it again.")
-        lost = [*(keeper.carried(step) if keeper is not None else ()), *self.kept.deferred]
-        if keeper is not None:
-            keeper.give_up(f"step {step}, which they follow, is not saved")
+        lost = [*(backlog.carried(step) if backlog is not None else ()), *self.lag.deferred]
+        if backlog is not None:
+            backlog.give_up(f"step {step}, which they follow, is not saved")
         if not lost:
             error.add_note(f"Step {step} is not saved.")
             raise error
@@ -119,13 +123,13 @@ class PromisedSteps:
 
         Its number, and if it is there already; None if storage does not tell.
         """
-        kept, keeper, is_there = self.kept, self.lines.keeper, None
+        lag, backlog, is_there = self.lag, self.lines.backlog, None
         try:
-            is_there = keeper is not None and keeper.is_there()
+            is_there = backlog is not None and backlog.is_there()
         except OSError as error:
             self.outage.refuse(error)
             self.outage.return_to_loop()
-        number = kept.next_number(in_portions=self.are_some)
+        number = lag.next_number(in_portions=self.are_some)
         return {"number": number, "is_there": is_there}
 
     def meet_closing(self, until_s: float) -> float:
@@ -136,25 +140,27 @@ class PromisedSteps:
         Raises:
             AdaCheckError: one is gone; the message names the steps that are lost.
         """
-        kept, left_s = self.kept, max(until_s - time.monotonic(), 0.0)
+        lag, left_s = self.lag, max(until_s - time.monotonic(), 0.0)
         try:
             own = {"left_s": left_s}
-            told = self.together.agreed(own, lambda all: {"left_s": min(x["left_s"] for x in all)})
-            return told["left_s"]
+            answer = self.together.agreed(
+                own, lambda all: {"left_s": min(x["left_s"] for x in all)}
+            )
+            return answer["left_s"]
         except DifferingCallsError:
             raise
         except AdaCheckError as error:
             raise AdaCheckError(
-                f"{error} Steps that are not written: {shown_steps(kept.steps)}. They are lost."
+                f"{error} Steps that are not written: {shown_steps(lag.steps)}. They are lost."
             ) from error
 
     def cut_to_common(self) -> None:
         """Lets go of the steps that not all processes have: their calls differed."""
         self.together.begin_anew()
-        kept, keeper = self.kept.steps, self.lines.keeper
-        told = self.together.agreed({"steps": [*kept]}, _in_all)
-        if keeper is not None and (count := len(kept) - told["count"]):
-            keeper.take_back(count, "the processes did not call alike")
+        lag, backlog = self.lag.steps, self.lines.backlog
+        answer = self.together.agreed({"steps": [*lag]}, _in_all)
+        if backlog is not None and (count := len(lag) - answer["count"]):
+            backlog.take_back(count, "the processes did not call alike")
 
 
 def by_all(reports: Sequence[Report]) -> Report:

@@ -1,4 +1,4 @@
-"""Steps that storage does not have yet and that stay in memory, to be written when it answers.
+"""The backlog of storage: steps in memory that it does not have yet, written when it answers.
 
 A save that storage refused is written again as it was, into the same directory: its copies are kept
 until the step has its name. Steps after it are recorded behind it, as behind any save that is not
@@ -31,8 +31,8 @@ from adacheck_jax.store.storage.location import at
 
 
 @dataclass(frozen=True, slots=True)
-class KeptSteps:
-    """Steps in memory that are not on the disk.
+class Lag:
+    """Lag of storage: the steps in memory that are not on the disk.
 
     Attributes:
         refused: the manager's number of the save that storage refused last, to be written again;
@@ -77,8 +77,8 @@ class KeptSteps:
         return max(base_bytes, (free_bytes() + self.taken_bytes) // 4)
 
 
-class Keeper:
-    """The steps in memory behind the step saved last; its manager asks for them, and writes them.
+class Backlog:
+    """The steps in memory behind the step saved last, which its manager has written.
 
     The ``lock`` is held through each save and each record of a step.
     """
@@ -86,12 +86,12 @@ class Keeper:
     def __init__(self, line: Line, lock: threading.Lock) -> None:
         self._line, self._lock = line, lock
 
-    def steps(self) -> KeptSteps:
+    def lag(self) -> Lag:
         """Steps that storage does not have, and that are not being written."""
         with self._lock:
-            return self._steps()
+            return self._lag()
 
-    def _steps(self) -> KeptSteps:
+    def _lag(self) -> Lag:
         steps, refused, save = self._line.deferred, None, self._line.save
         every = behind = [each.step for each in steps]
         if save is not None and save.is_kept:
@@ -99,7 +99,7 @@ class Keeper:
         last = [*([] if save is None else save.steps), *steps][-1:]
         portion = 1 if save is None else 2 * len(save.steps)
         plan, is_computing = last[0].plan if last else None, save is not None and save.is_computing
-        return KeptSteps(refused, every, behind, portion, plan, is_computing)
+        return Lag(refused, every, behind, portion, plan, is_computing)
 
     def _save_of(self, number: int | None) -> Save | None:
         """The save that was begun last, if its manager gave it this number."""
@@ -157,12 +157,12 @@ class Keeper:
         data, _ = manifest_json.encode(save.committed.manifest)
         return {"number": save.number, "manifest": data.decode()}
 
-    def learn(self, told: Report) -> None:
+    def learn(self, report: Report) -> None:
         """Learns what process 0 has committed."""
-        save = self._save_of(told.get("number"))
+        save = self._save_of(report.get("number"))
         if save is None or save.committed is not None:
             return
-        manifest = manifest_json.decode(told["manifest"].encode(), where=f"{save.directory}")
+        manifest = manifest_json.decode(report["manifest"].encode(), where=f"{save.directory}")
         save.committed = Committed(manifest, (), frozenset())
 
     def take_back(self, count: int = 1, why: str = "") -> None:
@@ -183,17 +183,17 @@ class Keeper:
     def give_up(self, why: str) -> None:
         """Lets go of all steps in memory that are not on the disk, and says so."""
         with self._lock:
-            steps, save = self._steps(), self._line.save
+            lag, save = self._lag(), self._line.save
             if save is not None and save.is_kept:
                 save.release()
             self._line.cut(0)
-        tell_given_up(steps.steps, why)
+        tell_given_up(lag.steps, why)
 
     def replace(self, number: int) -> None:
         """Lets go of what was refused of one step alone, since its caller saves it again."""
         with self._lock:
-            steps, save = self._steps(), self._line.save
-            if save is not None and steps.refused == number and len(steps.steps) == 1:
+            lag, save = self._lag(), self._line.save
+            if save is not None and lag.refused == number and len(lag.steps) == 1:
                 save.release()
 
     def let_go(self) -> None:

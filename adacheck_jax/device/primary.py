@@ -3,8 +3,8 @@
 A sharding that does not cut an array along a mesh axis declares that the devices along it hold the
 same bits. Where they do not (:mod:`~adacheck_jax.device.replicas`), a state put together from
 several replicas is one that no device had, and a record of one replica does not lead to the params
-of another. So all boxes are taken from the devices nearest to one *lead* device of the mesh: those
-that agree with it in every coordinate along which a leaf is not cut.
+of another. So all boxes are taken from the devices nearest to one *primary* device of the mesh:
+those that agree with it in every coordinate along which a leaf is not cut.
 """
 
 from __future__ import annotations
@@ -19,11 +19,11 @@ import numpy as np
 from adacheck_jax.device.sharding import Holder, Layout, holder_of, holders_of, is_local
 
 Ranks = Mapping[Holder, int]
-"""Devices of a state by their distance from the lead; others come after them."""
+"""Devices of a state by their distance from the primary; others come after them."""
 
 
 @dataclass(frozen=True, slots=True)
-class Lead:
+class Primary:
     """The device that decides which replica of each box is saved.
 
     Attributes:

@@ -1,14 +1,14 @@
 """Saves of a training loop that goes on while storage is away.
 
 A save that storage refused is written again, and steps that come meanwhile are recorded in memory
-behind it (:mod:`~adacheck_jax.save.line.kept`), as long as they have room. Then ``save`` waits for
-a storage that does not answer, and raises the error of one that refuses.
+behind it (:mod:`~adacheck_jax.save.line.backlog`), as long as they have room. Then ``save`` waits
+for a storage that does not answer, and raises the error of one that refuses.
 """
 
 # Threads: the training loop's alone saves, waits and closes here.
 #
 # Several processes do alike: process 0 decides, and what it decided goes through ``together``.
-# What all find out alike is not told: how the save in flight has ended, since Orbax's last barrier
+# What all find out alike is not sent: how the save in flight has ended, since Orbax's last barrier
 # is behind a failure too, and which steps are in memory.
 
 from __future__ import annotations
@@ -26,12 +26,12 @@ from orbax.checkpoint.checkpoint_manager import DEFAULT_ITEM_NAME
 
 from adacheck_jax.adapter.arguments import KEPT, SaveArgs, in_item
 from adacheck_jax.adapter.away import outage as outages
-from adacheck_jax.adapter.away.deciding import Action, Flight, StorageFacts, decide
+from adacheck_jax.adapter.away.acknowledged import AcknowledgedSteps
+from adacheck_jax.adapter.away.deciding import Action, SaveState, StorageFacts, decide
 from adacheck_jax.adapter.away.ending import Ending
-from adacheck_jax.adapter.away.flight import SaveInFlight
+from adacheck_jax.adapter.away.in_flight import SaveInFlight
 from adacheck_jax.adapter.away.looking import Look
 from adacheck_jax.adapter.away.opening import Opener, beginning
-from adacheck_jax.adapter.away.promised import PromisedSteps
 from adacheck_jax.adapter.training_run import TrainingRun
 from adacheck_jax.errors import DifferingCallsError, StorageError, first_line
 from adacheck_jax.processes.lockstep import Lockstep
@@ -40,7 +40,7 @@ from adacheck_jax.store.steps.lineage import shown_steps
 from adacheck_jax.store.storage.location import at, located
 
 
-class Keeping:
+class StorageSink:
     """Saves each step of a training loop, or keeps it in memory to be written when storage answers.
 
     Args:
@@ -51,7 +51,7 @@ class Keeping:
         ending: their end.
 
     Attributes:
-        promised: the steps in memory.
+        acknowledged: the steps in memory.
     """
 
     def __init__(
@@ -63,8 +63,8 @@ class Keeping:
         ending: Ending,
     ) -> None:
         self._manager, self._run, self._together = manager, run, together
-        self.promised = PromisedSteps(run, together)
-        self._flight = SaveInFlight(manager, self.promised, opener, ending)
+        self.acknowledged = AcknowledgedSteps(run, together)
+        self._in_flight = SaveInFlight(manager, self.acknowledged, opener, ending)
         self._thread = threading.get_ident()
         self._look: Look | None = None
         self._item: str | None = None
@@ -75,7 +75,7 @@ class Keeping:
 
         Other threads may wait too, and then they write nothing.
         """
-        return threading.get_ident() == self._thread and not self._flight.is_inside
+        return threading.get_ident() == self._thread and not self._in_flight.is_inside
 
     def save(
         self,
@@ -101,29 +101,30 @@ class Keeping:
         Raises:
             StorageError: as :meth:`AdaCheckManager.save`.
         """
-        self._thread, promised, flight = threading.get_ident(), self.promised, self._flight
+        self._thread = threading.get_ident()
+        acknowledged, in_flight = self.acknowledged, self._in_flight
         if is_ours := is_ours and self._run.lines.is_only(item or DEFAULT_ITEM_NAME):
             self._item = item
         try:
-            action, told = self._decided(step, check, is_ours=is_ours)
+            action, answer = self._decided(step, check, is_ours=is_ours)
         except BaseException:
             self._run.lines.note_gap()
             raise
-        is_ours, begin = told["is_ours"], save
-        if is_ours and flight.may_open(step):
-            begin = functools.partial(flight.open, step, args, save, item)
-        if action is Action.SAVE and flight.begin(step, begin, is_ours=is_ours):
+        is_ours, begin = answer["is_ours"], save
+        if is_ours and in_flight.may_open(step):
+            begin = functools.partial(in_flight.open, step, args, save, item)
+        if action is Action.SAVE and in_flight.begin(step, begin, is_ours=is_ours):
             return True
         if action is Action.WRITE:
-            self._write(told)
-        is_recorded = action is not Action.WAIT and step > promised.last
-        if is_recorded and is_ours and promised.record(args, step):
+            self._write(answer)
+        is_recorded = action is not Action.WAIT and step > acknowledged.last
+        if is_recorded and is_ours and acknowledged.record(args, step):
             return True
         try:
             self._write_all()
-            return flight.call(step, save, is_ours=is_ours)
+            return in_flight.call(step, save, is_ours=is_ours)
         except BaseException:
-            promised.has_gap = True  # nothing that is recorded would follow by one update
+            acknowledged.has_gap = True  # nothing that is recorded would follow by one update
             raise
 
     def _decided(
@@ -133,67 +134,67 @@ class Keeping:
         call = f"save({step})"
         while True:
             decide = functools.partial(self._decision, step, is_ours=is_ours)
-            told = self._together.decided(decide, call, check)
+            answer = self._together.decided(decide, call, check)
             call = ""
-            action = Action(told["action"])
+            action = Action(answer["action"])
             if action is Action.RESOLVE:
                 try:
-                    self._flight.join(told["why"])
+                    self._in_flight.join(answer["why"])
                 except Exception as error:
                     error.add_note(f"Nor is step {step}, whose save tells it: save it again.")
                     raise
             else:
-                if told["has_ended"]:
+                if answer["has_ended"]:
                     self._end(step)
-                return action, told
+                return action, answer
 
     def _decision(self, step: int, *, is_ours: bool) -> Report:
         """The action on a step, as process 0 sees it."""
-        promised, flight = self.promised, self._flight.state()
-        if flight is Flight.ENDED:
+        acknowledged, in_flight = self.acknowledged, self._in_flight.state()
+        if in_flight is SaveState.ENDED:
             self._end(step)
-        kept = promised.kept
+        lag = acknowledged.lag
         facts = StorageFacts(
-            flight=flight,
-            is_due=promised.outage.is_due,
-            has_gap=promised.has_gap,
+            in_flight=in_flight,
+            is_due=acknowledged.outage.is_due,
+            has_gap=acknowledged.has_gap,
             is_ours=is_ours,
-            is_new=step > promised.last,
-            is_promised=promised.are_some,
-            has_refused=kept.refused is not None,
-            deferred=len(kept.deferred),
-            portion=kept.portion,
+            is_new=step > acknowledged.last,
+            is_acknowledged=acknowledged.are_some,
+            has_refused=lag.refused is not None,
+            deferred=len(lag.deferred),
+            portion=lag.portion,
         )
         if (action := decide(facts)) is Action.LOOK:
             if self._look is None:
-                self._look = Look(at(located(str(self._manager.directory))), promised.outage)
+                self._look = Look(at(located(str(self._manager.directory))), acknowledged.outage)
             answers = self._look.answers(step)
             action = decide(dataclasses.replace(facts, answers=answers))
-        has_ended = flight is Flight.ENDED
-        told: Report = {"action": action.value, "is_ours": is_ours, "has_ended": has_ended}
-        if flight is Flight.FAILED:
-            told["why"] = str(self._flight.error())
-        return told | (promised.next_write() if action is Action.WRITE else {})
+        has_ended = in_flight is SaveState.ENDED
+        answer: Report = {"action": action.value, "is_ours": is_ours, "has_ended": has_ended}
+        if in_flight is SaveState.FAILED:
+            answer["why"] = str(self._in_flight.error())
+        return answer | (acknowledged.next_write() if action is Action.WRITE else {})
 
     def _end(self, step: int) -> None:
         """Notes that no save is in flight when a step is saved."""
-        self._flight.join()
-        self.promised.replace(step)
+        self._in_flight.join()
+        self.acknowledged.replace(step)
 
-    def _write(self, told: Report) -> None:
+    def _write(self, answer: Report) -> None:
         """Writes again what was refused, or else what is recorded up to a step, as that step."""
-        number, keeper, manager = told["number"], self._run.lines.keeper, self._manager
-        if told["is_there"] and keeper is not None:  # an error came after all was done
-            keeper.end(number)
+        number, backlog, manager = answer["number"], self._run.lines.backlog, self._manager
+        if answer["is_there"] and backlog is not None:  # an error came after all was done
+            backlog.end(number)
             manager.reload()
-        elif told["is_there"] is not None:
+        elif answer["is_there"] is not None:
 
             def save() -> bool:
                 args = in_item(SaveArgs(KEPT), self._item)
                 with beginning():
                     return ocp.CheckpointManager.save(manager, number, args=args, force=True)
 
-            self._flight.begin(number, save, is_ours=True)
+            self._in_flight.begin(number, save, is_ours=True)
 
     def _write_all(self, *, until_s: float = 0.0, in_haste: bool = False) -> None:
         """Writes all that is in memory, and waits for it.
@@ -201,50 +202,50 @@ class Keeping:
         Raises:
             StorageError: storage refuses it, also after a pause as long as there is time.
         """
-        flight, promised = self._flight, self.promised
+        in_flight, acknowledged = self._in_flight, self.acknowledged
         try:
-            flight.join(in_haste=in_haste)
+            in_flight.join(in_haste=in_haste)
         except DifferingCallsError:
             if not until_s:
                 raise
         if until_s and self._together.calls.error:
-            promised.cut_to_common()
+            acknowledged.cut_to_common()
         is_told = False  # Orbax may tell of an earlier error when a save begins
-        while (kept := promised.kept).next_number(in_portions=False) is not None:
+        while (lag := acknowledged.lag).next_number(in_portions=False) is not None:
             try:
-                left_s = promised.meet_closing(until_s) if until_s else 0.0
+                left_s = acknowledged.meet_closing(until_s) if until_s else 0.0
             except DifferingCallsError:
-                promised.cut_to_common()
+                acknowledged.cut_to_common()
                 continue
-            told = self._together.decided(promised.next_write)
-            self._write(told)
-            has_begun = flight.has_begun
-            if flight.join(in_haste=in_haste) and promised.kept.steps != kept.steps:
+            answer = self._together.decided(acknowledged.next_write)
+            self._write(answer)
+            has_begun = in_flight.has_begun
+            if in_flight.join(in_haste=in_haste) and acknowledged.lag.steps != lag.steps:
                 continue
             if not has_begun and not is_told:
                 is_told = True
             elif left_s:
                 time.sleep(min(outages.RETRY_S, left_s))
             else:
-                raise self._unwritten(is_closing=until_s > 0.0) from promised.outage.error
-        promised.end()
+                raise self._unwritten(is_closing=until_s > 0.0) from acknowledged.outage.error
+        acknowledged.end()
 
     def _unwritten(self, *, is_closing: bool) -> StorageError:
         """The error of steps in memory that storage refuses."""
-        error = self.promised.outage.error
+        error = self.acknowledged.outage.error
         reason = first_line(error) if error is not None else "it was not saved"
         return StorageError(
             f"{self._manager.directory}: expected to write steps that are in memory, found: "
-            f"{reason}. Steps that are not written: {shown_steps(self.promised.kept.steps)}. "
+            f"{reason}. Steps that are not written: {shown_steps(self.acknowledged.lag.steps)}. "
             + ("They are lost." if is_closing else "They are kept, and the next save tries again.")
         )
 
     def wait(self) -> None:
         """Waits for the save in flight, and writes the steps in memory since storage was away."""
-        if self.promised.are_some or self._flight.has_failed():
+        if self.acknowledged.are_some or self._in_flight.has_failed():
             self._together.decided(dict, "wait_until_finished()")  # else one alone may wait
-        self._flight.join()
-        if self.promised.are_some:
+        self._in_flight.join()
+        if self.acknowledged.are_some:
             self._write_all()
 
     def close(self, *, in_haste: bool) -> None:

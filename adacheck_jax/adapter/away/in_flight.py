@@ -12,10 +12,10 @@ import orbax.checkpoint as ocp
 from orbax.checkpoint.checkpoint_manager import DEFAULT_ITEM_NAME
 
 from adacheck_jax.adapter.arguments import SaveArgs
-from adacheck_jax.adapter.away.deciding import Flight
+from adacheck_jax.adapter.away.acknowledged import AcknowledgedSteps
+from adacheck_jax.adapter.away.deciding import SaveState
 from adacheck_jax.adapter.away.ending import Ending, goes_on
 from adacheck_jax.adapter.away.opening import Opener
-from adacheck_jax.adapter.away.promised import PromisedSteps
 from adacheck_jax.adapter.saving.share_future import MOMENT_S
 from adacheck_jax.errors import AdaCheckError, is_refusal
 from adacheck_jax.store.storage.location import located
@@ -26,7 +26,7 @@ class SaveInFlight:
 
     Args:
         manager: the manager.
-        promised: the steps that stay in memory where a save fails.
+        acknowledged: the steps that stay in memory where a save fails.
         opener: the thread on which deltas begin.
         ending: the end of the save.
 
@@ -37,29 +37,29 @@ class SaveInFlight:
     def __init__(
         self,
         manager: ocp.CheckpointManager,
-        promised: PromisedSteps,
+        acknowledged: AcknowledgedSteps,
         opener: Opener,
         ending: Ending,
     ) -> None:
-        self._manager, self._promised = manager, promised
+        self._manager, self._acknowledged = manager, acknowledged
         self._opener, self._ending = opener, ending
-        self._flying: tuple[int, bool] | None = None
+        self._begun: tuple[int, bool] | None = None
         self.is_inside = False
 
     @property
     def has_begun(self) -> bool:
         """True if a save was begun that was not joined yet."""
-        return self._flying is not None
+        return self._begun is not None
 
     def call(self, step: int, save: Callable[[], bool], *, is_ours: bool) -> bool:
         """Calls Orbax's save; True if it has begun. ``is_ours`` if it is of a state alone."""
-        self._promised.outage.begin()
-        self._flying = None
+        self._acknowledged.outage.begin()
+        self._begun = None
         self._opener.forget()
-        self._promised.together.begin()
+        self._acknowledged.together.begin()
         with self._inside():
             if save():
-                self._flying = (step, is_ours)
+                self._begun = (step, is_ours)
         return self.has_begun
 
     def begin(self, step: int, save: Callable[[], bool], *, is_ours: bool) -> bool:
@@ -68,17 +68,17 @@ class SaveInFlight:
         Raises:
             Exception: it cannot be begun; of several processes the others may have begun it.
         """
-        promised = self._promised
+        acknowledged = self._acknowledged
         try:
             return self.call(step, save, is_ours=is_ours)
         except Exception as error:
             if not is_ours or not is_refusal(error) or jax.process_count() > 1:
                 raise
-            promised.outage.refuse(error)
-            promised.outage.return_to_loop()
-            if (keeper := promised.lines.keeper) is None or not keeper.fail(step, error):
+            acknowledged.outage.refuse(error)
+            acknowledged.outage.return_to_loop()
+            if (backlog := acknowledged.lines.backlog) is None or not backlog.fail(step, error):
                 return False
-            promised.add(step)
+            acknowledged.add(step)
             return True
 
     def may_open(self, step: int) -> bool:
@@ -91,7 +91,7 @@ class SaveInFlight:
         self, step: int, own: SaveArgs, save: Callable[[SaveArgs], bool], item: str | None = None
     ) -> bool:
         """Takes what is saved out of a state; of a delta the manager's thread does the rest."""
-        saves, manager = self._promised.saves, self._manager
+        saves, manager = self._acknowledged.saves, self._manager
         final = manager._get_save_directory(step, manager.directory)
         final /= item or DEFAULT_ITEM_NAME
         prepared = saves.prepare(located(str(final)), own)
@@ -112,13 +112,13 @@ class SaveInFlight:
         self._ending.wait()
         return self.has_begun and self.error() is not None
 
-    def state(self) -> Flight:
+    def state(self) -> SaveState:
         """Waits for the save, as long as there is patience."""
-        outage, is_open = self._promised.outage, self._opener.wait() is None
+        outage, is_open = self._acknowledged.outage, self._opener.wait() is None
         if is_open and not self._ending.wait(outage.patience_s):
             outage.hang()
-            return Flight.GOES_ON
-        return Flight.FAILED if self.error() is not None and self.has_begun else Flight.ENDED
+            return SaveState.GOES_ON
+        return SaveState.FAILED if self.error() is not None and self.has_begun else SaveState.ENDED
 
     def error(self) -> BaseException | None:
         """The error of the save, which could not begin or has ended."""
@@ -134,33 +134,33 @@ class SaveInFlight:
             Exception: it cannot be written again.
         """
         self._opener.wait()
-        longest_s = self._promised.outage.haste_s if in_haste else None
+        longest_s = self._acknowledged.outage.haste_s if in_haste else None
         if not self._ending.wait(longest_s):
-            raise goes_on(self._manager, self._promised.kept.steps)
-        flying, self._flying = self._flying, None
+            raise goes_on(self._manager, self._acknowledged.lag.steps)
+        begun, self._begun = self._begun, None
         try:
             with self._inside():
                 self._opener.wait_until_finished()
         except Exception as error:
-            if flying is None:  # of a step whose error was raised before
+            if begun is None:  # of a step whose error was raised before
                 raise
-            self._fail(*flying, error)
+            self._fail(*begun, error)
             return False
         except BaseException:  # it still flies
-            self._flying = flying
+            self._begun = begun
             raise
-        if flying is not None:
+        if begun is not None:
             if why:
-                self._fail(*flying, AdaCheckError(f"process 0: {why}"))
-            report = self._promised.saves.last
-            self._promised.outage.end(report.durable_s if report is not None else None)
-            if not self._promised.kept.steps:
-                self._promised.last = -1
+                self._fail(*begun, AdaCheckError(f"process 0: {why}"))
+            report = self._acknowledged.saves.last
+            self._acknowledged.outage.end(report.durable_s if report is not None else None)
+            if not self._acknowledged.lag.steps:
+                self._acknowledged.last = -1
         return True
 
     def _fail(self, step: int, is_ours: bool, error: Exception) -> None:
         self._ending.is_stale = True  # what a save that failed was to delete is forgotten otherwise
-        self._promised.keep(step, error, is_ours=is_ours)
+        self._acknowledged.keep(step, error, is_ours=is_ours)
 
     @contextlib.contextmanager
     def _inside(self) -> Iterator[None]:
