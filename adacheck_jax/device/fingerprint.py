@@ -31,11 +31,13 @@ from adacheck_jax.device.sharding import (
 )
 from adacheck_jax.device.trees import is_narrow
 from adacheck_jax.format.boxes import Blocks, Box, grid
-from adacheck_jax.format.byte_loops import fingerprint_of, processors
+from adacheck_jax.format.byte_loops import fingerprint_of, fingerprints_of, processors
 from adacheck_jax.format.fingerprint import combine, from_words, to_words
 
 ReplicaSums = dict[int, dict[Box, dict[Holder, int]]]
 """Partial sums of shards by leaf index, box and holder."""
+_GROUP_BYTES = 1 << 27
+"""Bytes of host copies that are summed up in one call, and held until it is done."""
 
 
 class Contributions:
@@ -115,13 +117,13 @@ class Contributions:
         Args:
             threads: how many sum up what is on the host, where nobody trains meanwhile.
         """
-        result = {}
         picked: dict[int, dict[Box, int]] = {}
         waiting = [False] * len(self._staged) + [True] * len(self._elsewhere)
         with ThreadPoolExecutor(threads) as pool:
             mapped = pool.map if threads > 1 else map
-            for index, found in mapped(self._next_on_host, waiting):
-                picked[index], result[index] = found, combine(list(found.values()))
+            for found in mapped(self._next_on_host, waiting):
+                picked |= found
+        result = {i: combine([*boxes.values()]) for i, boxes in picked.items()}
         totals: dict[int, int] = {}
         while self._others:
             n, blocks = self._others.popitem()
@@ -143,14 +145,24 @@ class Contributions:
                     self.replicas.setdefault(i, {})[box] = here
         return result
 
-    def _next_on_host(self, is_elsewhere: bool) -> tuple[int, dict[Box, int]]:
-        """One array that is summed up on the host, and the sum of each of its boxes."""
-        if is_elsewhere:
-            index, staged = self._elsewhere.popitem()
-            blocks = staged[index]
-        else:
-            index, blocks = self._staged.popitem()
-        return index, {box: fingerprint_of(block, box.start) for box, block in blocks.items()}
+    def _next_on_host(self, is_elsewhere: bool) -> dict[int, dict[Box, int]]:
+        """The sums of the boxes of some arrays that are summed up on the host; none if all are."""
+        blocks: dict[tuple[int, Box], Any] = {}
+        while sum(x.nbytes for x in blocks.values()) < _GROUP_BYTES:
+            try:
+                if is_elsewhere:
+                    index, staged = self._elsewhere.popitem()
+                    own = staged[index]
+                else:
+                    index, own = self._staged.popitem()
+            except (KeyError, StopIteration):
+                break
+            blocks |= {(index, box): block for box, block in own.items()}
+        found: dict[int, dict[Box, int]] = {}
+        given = ((block, box.start) for (_, box), block in blocks.items())
+        for (index, box), value in zip(blocks, fingerprints_of(given), strict=True):
+            found.setdefault(index, {})[box] = value
+        return found
 
 
 def hashes_on_device(array: Any) -> bool:

@@ -18,7 +18,7 @@ import numpy as np
 from adacheck_jax.device import fingerprint, transfer
 from adacheck_jax.device.transfer import Joined, Merged, Staged
 from adacheck_jax.format.boxes import Blocks, Box
-from adacheck_jax.format.byte_loops import Fingerprints
+from adacheck_jax.format.byte_loops import fingerprints_of
 from adacheck_jax.format.fingerprint import combine
 from adacheck_jax.format.manifest import Leaf
 from adacheck_jax.plan.save_plan import SavePlan
@@ -160,8 +160,8 @@ def detach(
 def look(blocks: Mapping[int, Blocks], leaves: Collection[int]) -> dict[int, int]:
     """This process's contributions to the fingerprints of some leaves, by what blocks have now."""
     found, every = dict.fromkeys(leaves, 0), [(i, *x) for i in leaves for x in blocks[i].items()]
-    given = [(np.ascontiguousarray(x).reshape(x.shape), box.start) for _, box, x in every]
-    for (i, *_), value in zip(every, Fingerprints(given).sums(), strict=True):
+    given = ((block, box.start) for _, box, block in every)
+    for (i, *_), value in zip(every, fingerprints_of(given), strict=True):
         found[i] = combine([found[i], value])
     return found
 

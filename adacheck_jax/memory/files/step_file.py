@@ -14,7 +14,7 @@ import jax
 import numpy as np
 
 from adacheck_jax.format.boxes import Blocks, Box
-from adacheck_jax.format.byte_loops import fingerprint_of
+from adacheck_jax.format.byte_loops import fingerprints_of
 from adacheck_jax.memory.agreement import Offer, OfferedStep
 from adacheck_jax.memory.files.shadow_file import (
     SUFFIX,
@@ -407,7 +407,9 @@ def expect_alike(path: Path, found: Mapping[str, Any], own: Mapping[str, Any]) -
 
 def sums_of(blocks: Mapping[int, Blocks]) -> OfBoxes:
     """Fingerprints of the boxes of some leaves."""
-    return {(i, x): fingerprint_of(own[x], x.start) for i, own in blocks.items() for x in own}
+    every = {(i, box): block for i, own in blocks.items() for box, block in own.items()}
+    sums = fingerprints_of((block, box.start) for (_, box), block in every.items())
+    return dict(zip(every, sums, strict=True))
 
 
 def aligned(nbytes: int) -> int:
