@@ -12,6 +12,7 @@ from jax.sharding import PartitionSpec as P
 
 from adacheck_jax.device import fingerprint, shard_sums, sharding, transfer
 from adacheck_jax.device.loops import xla_call
+from adacheck_jax.format import byte_loops
 from adacheck_jax.format.boxes import Box, grid
 from adacheck_jax.format.byte_loops import fingerprint_of
 from adacheck_jax.format.fingerprint import combine
@@ -336,8 +337,8 @@ def test_no_replica_is_hashed_twice(monkeypatch):
     picks = {0: transfer.picks_of(array, sharding.distinct_boxes(array))}
     calls = []
     monkeypatch.setattr(fingerprint, "hashes_on_device", lambda _: False)
-    original = fingerprint.fingerprint_of
-    monkeypatch.setattr(fingerprint, "fingerprint_of", lambda *a: calls.append(a) or original(*a))
+    summed = byte_loops.Fingerprints
+    monkeypatch.setattr(byte_loops, "Fingerprints", lambda x: calls.extend(x) or summed(x))
     for every_replica, count in ((False, 1), (True, 8)):
         calls.clear()
         fingerprint.Contributions({0: array}, picks, every_replica=every_replica).sums()
