@@ -22,6 +22,7 @@ from jaxlib.mlir import ir
 from jaxlib.mlir.dialects import stablehlo
 
 from adacheck_jax.errors import first_line
+from adacheck_jax.update import untrusted
 from adacheck_jax.update.compiling import parts
 from adacheck_jax.update.compiling.parts import Cut, Part
 
@@ -70,8 +71,8 @@ def _types(specs: Sequence[Any]) -> list[Any]:
 
 def _cut(exported: jax.export.Exported, state_count: int) -> Cut | None:
     avals = exported.in_avals
-    with mlir.make_ir_context():
-        module = ir.Module.parse(exported.mlir_module())
+    with mlir.make_ir_context() as context:
+        module = untrusted.module_of(exported, context)
         functions: dict[str, str] = {}
         for each in module.body.operations:
             name = ir.StringAttr(each.attributes["sym_name"]).value
