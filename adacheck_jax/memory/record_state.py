@@ -33,7 +33,7 @@ class RecordState(Followed):
             raise ShadowFileError("the state lies in no file")
         return self.journal
 
-    def wants_base(self, ahead: int) -> str:
+    def base_reason(self, ahead: int) -> str:
         """See :class:`Followed`."""
         is_filled = self._log.file.is_open and self._log.is_filled(ahead)
         return "memory for the records since the last base is used up" if is_filled else ""
@@ -56,7 +56,7 @@ class RecordState(Followed):
         replayed = self.structure.computed - self.update.stored
         if self._peers is not None and change.updates and replayed.intersection(change.stored):
             raise UnfitError("a process stores what it found wrong, which others may not know")
-        if self._log.is_whole(change):
+        if self._log.stores_all(change):
             self._load(step)
         else:
             self._drop(step.lost(), NOT_SENT)

@@ -224,19 +224,19 @@ class ShadowThread:
         return copy is not None and not copy.is_lost and self._last_asked is not position
 
     @property
-    def wants_base(self) -> str:
+    def base_reason(self) -> str:
         """Reason why the next save should be a base, from which to begin anew; empty for none."""
-        return self.due or self.wish(0)[1]
+        return self.due or self.report(0)[1]
 
-    def wish(self, ahead: int) -> tuple[str, str]:
-        """Kind of what this process keeps, and why it wants a base; for the other processes.
+    def report(self, ahead: int) -> tuple[str, str]:
+        """Kind of the file that this process keeps, and its reason for a base; for the others.
 
         So many steps more than those on their way may come until then.
         """
         copy = self._state
         if copy is None or copy.journal is None:
             return "", ""
-        return copy.journal.kind, copy.wants_base(ahead) if self._is_loaded else ""
+        return copy.journal.kind, copy.base_reason(ahead) if self._is_loaded else ""
 
     def learn(self, *, keeps_records: bool, due: str) -> None:
         """Learns what all processes agreed on: of what kind files are, and why a base is due."""

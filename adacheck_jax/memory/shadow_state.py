@@ -99,7 +99,7 @@ class Followed:
         self.position: Position | None = None
         self._prepared = in_background(self._prepare)
 
-    def wants_base(self, ahead: int) -> str:
+    def base_reason(self, ahead: int) -> str:
         """Reason why the next save should be a base, before which some steps may still come."""
         return ""
 

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from adacheck_jax.format.manifest import BaseManifest, Leaf
 from adacheck_jax.plan.options import Options
 from adacheck_jax.plan.situation import Counts, Facts, Kind, Situation
+from adacheck_jax.plan.when_base import BaseDue
 from adacheck_jax.state.exported_update import ExportedUpdate
 from adacheck_jax.state.snapshot import Structure
 from adacheck_jax.store.steps.lineage import Lineage
@@ -145,8 +146,8 @@ def by_counters(situation: Situation, options: Options) -> Decision:
     step = number_of(situation)
     if step <= parent.step:
         return unplanned(f"step {step} does not follow step {parent.step}")
-    if situation.is_full:
-        full = f"{parent.depth} of {situation.most_deltas}"
+    if (length := situation.length).due is BaseDue.NOW:
+        full = f"{length.deltas} of {length.most}"
         return Decision("base", f"the lineage is full ({full} deltas)")
     if options.delta == "bits":
         return Decision("bits", "as the handler was told")

@@ -24,6 +24,7 @@ from adacheck_jax.plan.decision import (
 )
 from adacheck_jax.plan.options import Options
 from adacheck_jax.plan.situation import Counts, Situation
+from adacheck_jax.plan.when_base import BaseDue
 from adacheck_jax.state.exported_update import ExportedUpdate
 from adacheck_jax.state.snapshot import Structure
 
@@ -43,10 +44,10 @@ class SavePlan:
         spare: leaves that are copied too, to be stored if replay is found to get them wrong when
             the state is gone. Derived trees are computed by the train step's own calls, and so are
             sooner left out or edited than what the optimizer computes.
-        is_whole: True for a delta of bits that compares with nothing.
+        stores_all: True for a delta of bits that stores every leaf, and compares with nothing.
         has_baseline: True if an update onto this state could be replayed and checked.
         interval: steps since the one before it, saved or deferred.
-        makes_base: True if the delta is to become a base once it is saved.
+        becomes_base: True if the delta is to become a base once it is saved.
         given_up: reason why deferred steps are given up; empty if they are saved too.
     """
 
@@ -61,9 +62,9 @@ class SavePlan:
     unhealed: tuple[int, ...] = ()
     unchanged: tuple[int, ...] = ()
     spare: tuple[int, ...] = ()
-    is_whole: bool = False
+    stores_all: bool = False
     has_baseline: bool = False
-    makes_base: bool = False
+    becomes_base: bool = False
     interval: int = 0
     given_up: str = ""
 
@@ -92,8 +93,9 @@ class SavePlan:
         """Engine that compares the replay with the state; ``"stored"`` if nothing is replayed."""
         if not self.decision.updates:
             return "stored"
-        is_whole = self.update.engine == "sample" and self.update.is_sampled_whole(self.structure)
-        return "full" if is_whole else self.update.engine
+        update = self.update
+        samples_all = update.engine == "sample" and update.is_sampled_whole(self.structure)
+        return "full" if samples_all else update.engine
 
     def storing(self, wrong: Collection[int]) -> SavePlan:
         """The plan that stores some of the spare leaves besides."""
@@ -158,7 +160,7 @@ def speculate(situation: Situation, options: Options) -> SavePlan | None:
         or not situation.is_checker_ready
         or lineage is None
         or lineage.problem
-        or situation.is_full
+        or situation.length.due is BaseDue.NOW
         or situation.shadow_problem
     ):
         return None
@@ -192,7 +194,7 @@ def plan_deferred(
         return "the step before is not known well enough to check the update"
     if situation.shadow_problem:
         return situation.shadow_problem
-    if not is_away and parent.depth + 2 > situation.longest_lineage:
+    if not (is_away or situation.length.has_room_for_deferred):
         return f"the lineage would be longer than max_deltas={situation.longest_lineage}"
     if not situation.keeps_ancestors:
         return "nothing keeps the steps that it builds on"
@@ -223,7 +225,7 @@ def decided(situation: Situation, decision: Decision, options: Options) -> SaveP
     decision = Decision("bits", reason, notices=decision.notices)
     made = planned(situation, decision, options)
     every = tuple(range(len(situation.structure.leaves)))
-    return dataclasses.replace(made, is_whole=True, stored=every)
+    return dataclasses.replace(made, stores_all=True, stored=every)
 
 
 def planned(
@@ -236,9 +238,11 @@ def planned(
     """A plan with all that follows from its decision; it stores what replay gets ``wrong``."""
     structure, update, replayable = situation.structure, situation.update, situation.replayable
     not_replayed = known_unreplayed(situation) | (wrong & structure.computed)
-    makes_base = decision.kind == "replay" and situation.is_base_due
-    is_whole = decision.is_base or makes_base
-    stored = _stored(structure, decision, update, not_replayed | wrong, whole=is_whole)
+    is_due = situation.length.due is BaseDue.IN_BACKGROUND
+    becomes_base = decision.kind == "replay" and is_due
+    stored = _stored(
+        structure, decision, update, not_replayed | wrong, whole=decision.is_base or becomes_base
+    )
     is_alone = situation.process_count == 1  # several may not find the same leaves wrong
     unreplayed: frozenset[int] = frozenset()
     unchanged: tuple[int, ...] = ()
@@ -260,7 +264,7 @@ def planned(
         unchanged=unchanged,
         spare=tuple(sorted(structure.derived.difference(stored))) if has_spare else (),
         has_baseline=replays(update, options, replayable=replayable),
-        makes_base=makes_base,
+        becomes_base=becomes_base,
         interval=0 if parent is None else step - parent.step,
     )
 

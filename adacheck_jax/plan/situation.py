@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from adacheck_jax.format.manifest import Leaf
+from adacheck_jax.plan.when_base import LineageLength
 from adacheck_jax.schedule.line import Sizes
 from adacheck_jax.state.exported_update import ExportedUpdate
 from adacheck_jax.state.snapshot import Structure
@@ -88,8 +89,7 @@ class Situation:
         keeps_ancestors: True if the steps that a delta builds on live as long as it does.
         is_checker_ready: True if updates are replayed, and a check would not wait for a compiler.
         longest_lineage: number of deltas that may follow the base, as the schedule has it now.
-        makes_bases: True if a delta can become a base in the background. Until it is one, the
-            lineage may grow to twice that length.
+        can_become_base: True if a delta can become a base in the background.
         shadow_problem: reason why the shadow cannot follow a delta; empty for none.
     """
 
@@ -106,41 +106,26 @@ class Situation:
     process_count: int
     is_checker_ready: bool
     longest_lineage: int
-    makes_bases: bool = False
+    can_become_base: bool = False
     shadow_problem: str = ""
 
     @property
-    def most_deltas(self) -> int:
-        """Number of deltas after the base from which on the next save has to be a base."""
-        return self.longest_lineage * (2 if self._may_make_base else 1)
+    def length(self) -> LineageLength:
+        """Length of the lineage that a delta would go on with."""
+        parent = self.parent
+        deltas, deferred = (parent.depth, parent.deferred_count) if parent else (0, 0)
+        can_become_base = self.can_become_base and not deferred and self._is_cut_alike
+        return LineageLength(deltas, deferred, self.longest_lineage, can_become_base)
 
     @property
-    def is_full(self) -> bool:
-        """True if the next save has to be a base.
+    def _is_cut_alike(self) -> bool:
+        """True if a base in place of a delta has the boxes of the base before it.
 
-        A base has no room for deferred steps, of which there are more while storage is away: the
-        save after that which writes them is one.
+        It would be cut, and described to Orbax, as that one.
         """
         parent = self.parent
-        if parent is None or parent.deferred_count:
-            return False
-        return parent.depth >= self.most_deltas
-
-    @property
-    def is_base_due(self) -> bool:
-        """True if the next delta is to become a base."""
-        parent = self.parent
-        due = parent is not None and parent.depth + 1 >= self.longest_lineage
-        return due and self._may_make_base
-
-    @property
-    def _may_make_base(self) -> bool:
-        parent = self.parent
-        if not self.makes_bases or (parent is not None and parent.deferred_count):
-            return False  # a base has no room for deferred steps: they would be lost
         if parent is None or (lineage := parent.lineage) is None:
             return True
-        # It would be cut, and described to Orbax, as the base before it.
         is_cut_alike = parent.structure is not None or parent.leaves == lineage.leaves
         return is_cut_alike and not lineage.is_recut
 

@@ -201,7 +201,7 @@ def comparable(copies: Mapping[int, Blocks], plan: SavePlan) -> Mapping[int, Blo
     A record is read by itself. Of a leaf that is replayed elsewhere one process may store its boxes
     and another not: then all of them have to do without what was there before.
     """
-    if plan.is_base or plan.is_whole:
+    if plan.is_base or plan.stores_all:
         return NOTHING
     if plan.decision.kind == "bits" or not copies:
         return copies

@@ -81,7 +81,7 @@ class Save:
         measured: seconds that this process measured since the last save; once the shares are
             written those that all processes learned of with it.
         background: facts of this process.
-        memory: see :meth:`~adacheck_jax.memory.shadow.ShadowThread.wish`.
+        memory: see :meth:`~adacheck_jax.memory.shadow.ShadowThread.report`.
         base: copies of what a base stores; None for a delta.
         keeps: True if what it writes stays in memory until the step has its name: where storage
             refuses it, it can be written again.
@@ -150,7 +150,7 @@ class Save:
         """True if storage refused it, and all that it writes is still in memory."""
         if not self.keeps or not is_refusal(self.error) or any(x.refused for x in self.steps):
             return False
-        return self.base is not None if self.is_base else all(x.is_whole for x in self.steps)
+        return self.base is not None if self.is_base else all(x.is_in_memory for x in self.steps)
 
     @property
     def is_lost(self) -> bool:

@@ -390,7 +390,7 @@ class Pending(KnownStep):
             )
 
     @property
-    def is_whole(self) -> bool:
+    def is_in_memory(self) -> bool:
         """True while what a delta stores is in memory, in copies or packed."""
         return self._packed is not None or self.delta is not None
 

@@ -200,7 +200,7 @@ class Saver:
         if planned.is_base:
             self._stager.begin_line(save)
             self._bases.restart()
-        elif planned.makes_base:
+        elif planned.becomes_base:
             followed, sums = save.parent, None
             if followed is not None and not exchange.is_alone:
                 sums = self._stager.earlier_base(followed).sums
@@ -237,7 +237,7 @@ class Saver:
             measured=self._watch.take(),
             # Those of the line that a base ends are nothing to the line that it begins.
             background=BackgroundFacts() if planned.is_base else planner.background(directory),
-            memory=self._shadow.wish,
+            memory=self._shadow.report,
             clock=self._clock,
             before_commit=self._bases.put,
             keeps=self._keeps,

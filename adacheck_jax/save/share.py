@@ -93,7 +93,7 @@ def _write(save: Save, directory: AnyPath, layout: ArrayLayout) -> Report:
         each.settled()
     report: Report = {
         "is_base": base is not None,
-        "makes_base": save.plan.makes_base,
+        "becomes_base": save.plan.becomes_base,
         "parent": save.parent.manifest.saved_checksum if save.parent else None,
         "numbers": [each.step for each in save.steps],
         "caution": [save.caution.reason, save.caution.distrusted],

@@ -137,7 +137,7 @@ class Stager:
             What the shadow starts from once the update of a base is exported.
         """
         planned, before, structure = proposal.plan, proposal.before, snapshot.structure
-        follows = not (planned.is_base or planned.is_whole) and before is not None
+        follows = not (planned.is_base or planned.stores_all) and before is not None
         # All shadows follow a step, or all begin with one.
         received = self.wire.begin(
             snapshot,

@@ -22,7 +22,7 @@ _NEXT = "The next save is a base, and from then on all processes store these lea
 def validated(save: Save, reports: Sequence[Report]) -> Report:
     """The answer to the reports of all processes; raises where the step may not be committed."""
     step = save.own.step
-    for what in ("is_base", "makes_base", "parent", "numbers"):
+    for what in ("is_base", "becomes_base", "parent", "numbers"):
         if any(report[what] != reports[0][what] for report in reports):
             found = ", ".join(f"{report[what]} in process {n}" for n, report in enumerate(reports))
             raise AdaCheckError(

@@ -558,7 +558,7 @@ def test_nothing_of_a_step_that_has_its_name_stays_in_memory(tmp_path):
             assert saved is not None
             assert saved.save is not None
             assert saved.save.base is None
-            assert not saved.save.own.is_whole
+            assert not saved.save.own.is_in_memory
 
 
 @pytest.mark.first(0, slow=1)

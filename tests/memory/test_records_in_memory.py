@@ -162,7 +162,7 @@ def blocks_of(leaves: Any, indices: Any, rng: np.random.Generator) -> Any:
 
 def store(log: RecordLog, change: Change, blocks: Any, step: int, stop: str) -> bool:
     """Stores a step, until it is killed; False if it was, with no step left in the file."""
-    if log.is_whole(change):
+    if log.stores_all(change):
         log.lift()
         if stop != "before":
             log.put_state(blocks)
@@ -194,7 +194,7 @@ def test_whoever_is_killed_when_the_file_holds_the_step_of_its_last_header(steps
         for step, (is_whole, stop) in enumerate(steps):
             whole = is_whole or state is None
             change = Change((0,), every if whole else consumed)
-            assert log.is_whole(change) == whole
+            assert log.stores_all(change) == whole
             blocks = blocks_of(structure.leaves, change.stored, rng)
             if not store(log, change, blocks, step, stop):
                 state = None if whole else state

@@ -99,7 +99,7 @@ class RecordLog(StepFile):
         room_bytes = min((_IN_FLIGHT + ahead) * self._record_bytes, half_bytes)
         return size_bytes - self._end < room_bytes
 
-    def is_whole(self, change: StepChange) -> bool:
+    def stores_all(self, change: StepChange) -> bool:
         """True if a step stores all leaves, so that it needs none before it."""
         return {*change.stored}.issuperset(self._leaves)
 

@@ -210,7 +210,7 @@ class Planner:
             is_checker_ready=is_checked and self.checker_of(structure, update).is_ready,
             longest_lineage=self._schedule.longest_lineage,
             # All processes have to plan alike.
-            makes_bases=self._bases.known.are_possible
+            can_become_base=self._bases.known.are_possible
             if jax.process_count() > 1
             else self.background(directory).are_possible,
             shadow_problem="" if before is None else self._shadow_problem(before, again),
@@ -253,7 +253,7 @@ class Planner:
         is_again = again is not None and not self._shadow.is_beyond(again)
         if self._shadow.is_beyond(before) and not is_again:
             return "the shadow followed another step"
-        return self._shadow.wants_base
+        return self._shadow.base_reason
 
     def background(self, directory: AnyPath) -> BackgroundFacts:
         """Facts of this process on bases that it makes, or could make, in the background.
