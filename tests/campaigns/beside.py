@@ -15,7 +15,7 @@ from typer.testing import CliRunner
 
 from adacheck_jax.cli.main import app
 
-_RULES = '[[rule]]\nrename = "bias"\nto = "offset"\n'
+_RULES = '[[rule]]\nrename = "{all...}"\nto = "model/{all...}"\n'
 _DELETED = "deleted"
 """The word of every message and row about a step that goes."""
 _GONE = (_DELETED, "expected step ")
