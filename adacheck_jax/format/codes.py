@@ -61,6 +61,11 @@ class Code:
         body, rest = self.body.size, self.rest.size
         return (body, rest) if is_split else (body + rest, 0)
 
+    def write(self, raw: np.ndarray, compressed: np.ndarray) -> None:
+        """Writes it into memory of these sizes."""
+        raw[: self.body.size] = self.body
+        (compressed if compressed.size else raw[self.body.size :])[...] = self.rest
+
 
 def may_pay(block: np.ndarray) -> bool:
     """True if a code may be shorter than a block, by a look at a few elements."""

@@ -63,11 +63,6 @@ class Encoding(StrEnum):
     SUBTRACT = "s"
     SAME = "="
 
-    @property
-    def is_difference(self) -> bool:
-        """True if decoding needs the parent's elements."""
-        return self in (Encoding.XOR, Encoding.SUBTRACT)
-
 
 @dataclass(frozen=True, slots=True)
 class Leaf:

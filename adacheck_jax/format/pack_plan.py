@@ -10,7 +10,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from adacheck_jax.format.boxes import Box
-from adacheck_jax.format.codes import MAX_HEAD_BYTES
+from adacheck_jax.format.encodings import ENCODINGS, BlockEncoding, Parts
 from adacheck_jax.format.manifest import Encoding, Leaf
 
 Spans = list[tuple[int, int]]
@@ -26,22 +26,32 @@ class Extent:
         box: the box in the leaf's global coordinates.
         process: the owner, in whose pack the box lies.
         encoding: the box's encoding.
-        planes: number of planes of bytes, the lowest first; 0 for ``RAW`` and ``CODED``.
-        compressed: number of planes, the highest ones, in the pack's compressed array.
+        parts: its bytes in the pack's two arrays.
         raw_start, compressed_start: first byte in either array.
-        raw_bytes, compressed_bytes: number of bytes in either array.
     """
 
     leaf: int
     box: Box
     process: int
     encoding: Encoding
-    planes: int
-    compressed: int
-    raw_start: int
-    compressed_start: int
-    raw_bytes: int
-    compressed_bytes: int
+    parts: Parts
+    raw_start: int = 0
+    compressed_start: int = 0
+
+    @property
+    def how(self) -> BlockEncoding:
+        """The box's encoding, as the table has it."""
+        return ENCODINGS[self.encoding]
+
+    @property
+    def raw_bytes(self) -> int:
+        """Number of bytes in the raw array."""
+        return self.parts.raw_bytes
+
+    @property
+    def compressed_bytes(self) -> int:
+        """Number of bytes in the compressed array."""
+        return self.parts.compressed_bytes
 
     @property
     def size_bytes(self) -> int:
@@ -59,12 +69,12 @@ class Extent:
         """Bytes of some rows of the box in the raw and the compressed array.
 
         Returns:
-            One range a plane; of a code all its bytes, one range in each array.
+            One range a plane; of what has its own size all bytes, one range in each array.
         """
-        if self.encoding is Encoding.CODED:  # read whole
+        if self.how.has_own_size:
             low, high = self.raw_start, self.compressed_start
             return [(low, low + self.raw_bytes)], [(high, high + self.compressed_bytes)]
-        plane_count = self.planes or 1
+        plane_count, compressed = self.parts.planes or 1, self.parts.compressed
         plane_bytes = self.size_bytes // plane_count
         first, last = 0, plane_bytes
         if self.box.start:
@@ -77,8 +87,8 @@ class Extent:
             return [(each + first, each + last) for each in starts]
 
         return (
-            spans(self.raw_start, plane_count - self.compressed),
-            spans(self.compressed_start, self.compressed),
+            spans(self.raw_start, plane_count - compressed),
+            spans(self.compressed_start, compressed),
         )
 
 
@@ -136,20 +146,10 @@ def plan_delta(
             if encoding is Encoding.SAME:
                 continue
             order.append((process, len(own[process])))
-            planes = leaf.word_bytes if encoding not in (Encoding.RAW, Encoding.CODED) else 0
-            compressed = min(planes, 1) if encoding is Encoding.EXPONENTS else planes
-            whole_bytes = box.size * leaf.itemsize_bytes
-            if encoding is Encoding.CODED:
-                raw_bytes, compressed_bytes = _checked(next(sizes[process], None), whole_bytes)
-            else:
-                compressed_bytes = whole_bytes // planes * compressed if planes else 0
-                raw_bytes = whole_bytes - compressed_bytes
-            own[process].append(
-                Extent(
-                    *(index, box, process, encoding, planes, compressed),
-                    *(0, 0, raw_bytes, compressed_bytes),
-                )
-            )
+            how, whole_bytes = ENCODINGS[encoding], box.size * leaf.itemsize_bytes
+            size = next(sizes[process], None) if how.has_own_size else None
+            parts = how.parts(whole_bytes, leaf.word_bytes, size)
+            own[process].append(Extent(index, box, process, encoding, parts))
     if any(next(each, None) is not None for each in sizes):
         raise ValueError("more sizes than coded extents")
     ends = [_place(extents, dict(each), leaves) for extents, each in zip(own, aliases, strict=True)]
@@ -163,7 +163,8 @@ def _place(
     """Gives each extent of a process its place; returns the sizes of both arrays.
 
     The largest extents come first: their sizes are mostly round numbers, so that rows of zeros fall
-    into whole blocks of the pack, without padding. Codes, whose sizes are not, come last.
+    into whole blocks of the pack, without padding. Codes and their kin, whose sizes are not, come
+    last.
     """
     if any(not source < number < len(extents) for number, source in sources.items()):
         raise ValueError(f"aliases that are not of earlier ones of {len(extents)} extents")
@@ -171,32 +172,20 @@ def _place(
 
     def rank(number: int) -> tuple[bool, int]:
         extent = extents[number]
-        return extent.encoding is Encoding.CODED, -extent.size_bytes
+        return extent.how.has_own_size, -extent.size_bytes
 
     for number in sorted(range(len(extents)), key=rank):
         extent = extents[number]
         if number in sources:
             source = extents[sources[number]]
-            if _form(extent) != _form(source):
+            if (extent.encoding, extent.parts) != (source.encoding, source.parts):
                 raise ValueError(f"an alias of another kind: {extent} of {source}")
             raw, compressed = source.raw_start, source.compressed_start
         else:
             raw, compressed = raw_end, compressed_end
-            if extent.encoding is Encoding.RAW:  # elements start where they can be viewed
+            if extent.how.is_viewed:  # elements start where they can be viewed
                 raw += -raw_end % leaves[extent.leaf].itemsize_bytes
             raw_end = raw + extent.raw_bytes if extent.raw_bytes else raw_end
             compressed_end += extent.compressed_bytes
         extents[number] = dataclasses.replace(extent, raw_start=raw, compressed_start=compressed)
     return raw_end, compressed_end
-
-
-def _checked(size: tuple[int, int] | None, whole_bytes: int) -> tuple[int, int]:
-    """The size of a code in either array; a code is not longer than what it stands for."""
-    if size is None or not 0 < sum(size) <= whole_bytes + MAX_HEAD_BYTES:
-        raise ValueError(f"a code of {size} bytes for a box of {whole_bytes}")
-    return size
-
-
-def _form(extent: Extent) -> tuple[Encoding, int, int, int]:
-    """Everything that an alias has in common with its source, besides the place."""
-    return extent.encoding, extent.planes, extent.raw_bytes, extent.compressed_bytes

@@ -147,22 +147,12 @@ class DeltaWriter:
             if low.size:
                 raw[end : extent.raw_start] = 0
                 end = extent.raw_start + low.size
-            if extent.encoding is Encoding.RAW:
-                np.copyto(low.view(block.dtype).reshape(block.shape), block)
-                continue
             high = compressed[extent.compressed_start :][: extent.compressed_bytes]
-            if extent.encoding is Encoding.CODED:
-                code = coded[extent.leaf][extent.box]
-                low[: code.body.size] = code.body
-                (high if high.size else low[code.body.size :])[...] = code.rest
+            if extent.how.has_own_size:
+                coded[extent.leaf][extent.box].write(low, high)
                 continue
-            old = self.previous[extent.leaf][extent.box] if extent.encoding.is_difference else None
-            shapes = extent.planes - extent.compressed, extent.compressed
-            low, high = (
-                x.reshape(count, x.size // count if count else 0)
-                for x, count in zip((low, high), shapes, strict=True)
-            )
-            planes.encode(extent.encoding, block, old, low, high)
+            old = self.previous[extent.leaf][extent.box] if extent.how.needs_old else None
+            extent.how.encode(block, old, low, high)
 
     def _aliases(self, extents: Sequence[Extent]) -> list[tuple[int, int]]:
         """Pairs of equal extents of this process; only the second, an earlier one, is stored."""
@@ -174,7 +164,7 @@ class DeltaWriter:
             a, b = extents[i], extents[chosen[first]]
             if a is b:
                 continue
-            old_is_equal = not a.encoding.is_difference or equality.same_bits(
+            old_is_equal = not a.how.needs_old or equality.same_bits(
                 self.previous[a.leaf][a.box], self.previous[b.leaf][b.box]
             )
             if old_is_equal:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from adacheck_jax.format.encodings import ENCODINGS
 from adacheck_jax.format.manifest import BaseManifest, Delta, Encoding, Update
 from adacheck_jax.store.steps import folders
 from adacheck_jax.store.steps.lineage import Lineage
@@ -172,10 +173,11 @@ def _sources(lineage: Lineage) -> list[str]:
         for index in computed_by(update, delta):
             sources[index]["replayed"] = None
         for position, index in enumerate(delta.stored):
-            letters = {pack.encodings[position] for pack in delta.packs}
+            letters = {Encoding(pack.encodings[position]) for pack in delta.packs}
+            used = [ENCODINGS[each] for each in letters - {Encoding.SAME}]
             if update is not None and delta.has_update and index in update.consumed:
                 sources[index] = {"recorded": None}
-            elif any(Encoding(letter).is_difference for letter in letters):
+            elif any(each.needs_old for each in used):
                 sources[index]["differences"] = None
             else:
                 sources[index] = {"stored": None}

@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 from adacheck_jax.errors import FormatError, IntegrityError
 from adacheck_jax.format import codes, pack_plan
 from adacheck_jax.format.boxes import Box, grid
+from adacheck_jax.format.encodings import ENCODINGS
 from adacheck_jax.format.manifest import (
     BaseManifest,
     DeltaManifest,
@@ -81,7 +82,7 @@ class Step:
                 compressed.append((extent.compressed_start, coded[extent.leaf, extent.box].rest))
                 continue
             planes = support.planes_of(extent.encoding, new, old)
-            low = extent.planes - extent.compressed
+            low = extent.parts.planes - extent.parts.compressed
             raw.append((extent.raw_start, planes[:low]))
             compressed.append((extent.compressed_start, planes[low:]))
         sizes_bytes = plan.raw_bytes[process], plan.compressed_bytes[process]
@@ -334,7 +335,7 @@ def test_parts_that_are_called_equal_and_cannot_be_are_an_error(aliases, tmp_pat
 def test_rows_of_zeros_or_that_did_not_change_take_no_room(encoding, dtype, tmp_path):
     leaf = leaf_of(((0, 512, 1024), (0, 1024)), (0, 0), dtype)
     step = step_of([leaf], [0], [str(encoding)])
-    step.new[0][...] = step.old[0] if encoding.is_difference else 0
+    step.new[0][...] = step.old[0] if ENCODINGS[encoding].needs_old else 0
     step.new[0][100:103, 7:] = any_bits(np.random.default_rng(1), (3, 1017), dtype)
     reader = step.write(tmp_path)
     (pack,) = step.manifest.packs

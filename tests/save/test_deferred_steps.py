@@ -23,6 +23,7 @@ from adacheck_jax.adapter import directories
 from adacheck_jax.cli.main import app
 from adacheck_jax.errors import IntegrityError, LineageError, StorageError
 from adacheck_jax.format import manifest
+from adacheck_jax.format.encodings import ENCODINGS
 from adacheck_jax.plan import situation
 from adacheck_jax.restore.deltas import delta_reader
 from adacheck_jax.save import pending
@@ -218,7 +219,7 @@ def test_a_save_after_recorded_steps_is_a_delta_whatever_it_holds(tmp_path, what
     found = manifest_of(tmp_path, number)
     assert len(found.stored) == len(jax.tree.leaves(loop.run.state))
     letters = map(manifest.Encoding, found.packs[0].encodings)
-    assert not any(letter.is_difference for letter in letters)
+    assert not any(ENCODINGS[letter].needs_old for letter in letters)
 
 
 @pytest.mark.slow

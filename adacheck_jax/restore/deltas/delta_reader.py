@@ -9,9 +9,9 @@ import ml_dtypes  # noqa: F401  numpy knows bfloat16 and its kin by it
 import numpy as np
 
 from adacheck_jax.errors import IntegrityError
-from adacheck_jax.format import codes, pack_plan, planes
+from adacheck_jax.format import pack_plan
 from adacheck_jax.format.boxes import Box
-from adacheck_jax.format.manifest import DeltaManifest, Encoding
+from adacheck_jax.format.manifest import DeltaManifest
 from adacheck_jax.restore.deltas.shared_work import SharedWork
 from adacheck_jax.store.packs import arrays
 from adacheck_jax.store.packs.reader import PackReader
@@ -63,7 +63,7 @@ class DeltaReader:
     def stores_whole(self, index: int) -> bool:
         """True if every box of a leaf is stored as it is, so that no earlier bits matter."""
         extents = self._extents.get(index, [])
-        has_differences = any(extent.encoding.is_difference for extent in extents)
+        has_differences = any(extent.how.needs_old for extent in extents)
         return not has_differences and len(extents) == len(self.leaves[index].owners)
 
     def open_packs(self) -> dict[AnyPath, list[str]]:
@@ -113,9 +113,9 @@ class DeltaReader:
                 "itself; found it otherwise. Restore another step."
             )
         for extent in self._extents.get(index, ()):
-            if extent.box == box and extent.encoding is Encoding.CODED:
-                return self._decode(extent)
-            if extent.box == box and box.size and extent.encoding is Encoding.RAW:
+            if extent.box == box and extent.how.has_own_size:
+                return self._whole_block(extent)
+            if extent.box == box and box.size and extent.how.is_viewed:
                 spans, _ = extent.spans(box)
                 data = self._planes(extent.process, arrays.RAW, spans, leaf.path)
                 return data.view(dtype).reshape(box.shape)  # as it was read, without a copy
@@ -204,8 +204,10 @@ class DeltaReader:
             common = box.intersect(extent.box)
             if common is None:
                 continue
-            if extent.encoding is Encoding.CODED:
-                part = self._decode(extent)[(*common.relative_to(extent.box.start).slices, ...)]
+            if extent.how.has_own_size:
+                part = self._whole_block(extent)[
+                    (*common.relative_to(extent.box.start).slices, ...)
+                ]
                 block[(*common.relative_to(box.start).slices, ...)] = part
                 continue
             rows = extent.rows(common)
@@ -213,24 +215,24 @@ class DeltaReader:
             target = block[(*common.relative_to(box.start).slices, ...)]
             raw, compressed = extent.spans(rows)
             low = self._planes(extent.process, arrays.RAW, raw, leaf.path)
-            if extent.encoding is Encoding.RAW:
+            if extent.how.is_viewed:
                 target[...] = low.view(block.dtype).reshape(rows.shape)[inside]
                 continue
             high = self._planes(extent.process, arrays.COMPRESSED, compressed, leaf.path)
             if rows == common and target.flags.c_contiguous:
-                planes.decode(extent.encoding, target, low, high)
+                extent.how.decode(target, low, high)
                 continue
             whole = np.zeros(rows.shape, block.dtype)
             whole[inside] = target
-            planes.decode(extent.encoding, whole, low, high)
+            extent.how.decode(whole, low, high)
             target[...] = whole[inside]
 
     def _whole(self, index: int) -> Sequence[pack_plan.Extent]:
         """The extents of a leaf that is stored whole, none of another."""
         return self._extents.get(index, ()) if self.stores_whole(index) else ()
 
-    def _decode(self, extent: pack_plan.Extent) -> np.ndarray:
-        """The elements of a coded box, which the caller must not change; once while prefetched."""
+    def _whole_block(self, extent: pack_plan.Extent) -> np.ndarray:
+        """The elements of a box, which the caller must not change; once while prefetched."""
         leaf, key = self.leaves[extent.leaf], (extent.leaf, extent.box)
         if self._decoded is not None and key in self._decoded:
             return self._decoded[key]
@@ -239,7 +241,7 @@ class DeltaReader:
         high = self._planes(extent.process, arrays.COMPRESSED, compressed, leaf.path)
         block = np.empty(extent.box.shape, np.dtype(leaf.dtype))
         try:
-            codes.decode(np.concatenate([low.reshape(-1), high.reshape(-1)]), block)
+            extent.how.decode(block, low, high)
         except ValueError as error:
             raise IntegrityError(
                 f"{self._entry.place}: expected a code of {leaf.path}, found other bytes "

@@ -7,7 +7,7 @@ from collections.abc import Callable, Hashable, Sequence
 from adacheck_jax.errors import IntegrityError
 from adacheck_jax.format import pack_plan
 from adacheck_jax.format.boxes import Box
-from adacheck_jax.format.manifest import Delta, DeltaManifest, Encoding, Leaf, Pack
+from adacheck_jax.format.manifest import Delta, DeltaManifest, Leaf, Pack
 from adacheck_jax.store.packs import arrays
 from adacheck_jax.store.packs.reader import PackArray, PackReader
 from adacheck_jax.store.steps.lineage import LineageStep
@@ -67,7 +67,7 @@ class SharedWork:
             found: Places = {}
             for n, (index, box) in enumerate(wanted):
                 for extent in whole(index):
-                    if extent.box == box and box.size and extent.encoding is Encoding.RAW:
+                    if extent.box == box and box.size and extent.how.is_viewed:
                         (span,), _ = extent.spans(box)
                         found.setdefault(extent.process, []).append((n, span))
             self._places[key] = found
