@@ -17,6 +17,7 @@ from adacheck_jax.store.steps import roots
 from adacheck_jax.store.steps.marks import STEP_METADATA, is_told_by_names
 from adacheck_jax.store.steps.roots import Place
 from adacheck_jax.store.storage.location import AnyPath, Location, at, located
+from adacheck_jax.store.storage.schemes import SCHEMES, scheme_of
 
 _DIRECTORIES_S = 5.0
 """Longest wait of a refused save for Orbax's directories."""
@@ -137,13 +138,13 @@ def expect_names(root: epath.Path, step: str, items: Iterable[str]) -> None:
 
 
 def needs_commit_file(root: epath.Path) -> bool:
-    """True if Orbax has to be told that nothing can be renamed there: it knows ``gs://`` alone."""
-    return str(root).startswith("s3://")
+    """True if Orbax has to be told that nothing can be renamed there."""
+    return (scheme := scheme_of(root)) is not None and not scheme.orbax_knows
 
 
 def _refuse_misread(path: AnyPath) -> None:
     """Refuse a local path that was meant to be another."""
-    found = {"~", "gs:", "s3:"}.intersection(str(path).split("/"))
+    found = {"~", *(f"{each}:" for each in SCHEMES)}.intersection(str(path).split("/"))
     if found and at(path).on_file_system:
         raise StorageError(
             f"{path}: expected a local path, found {found.pop()!r} in it. Nothing was saved; give "
@@ -166,8 +167,8 @@ def check_writable(directory: AnyPath) -> None:
         raise StorageError(
             f"{final}: expected a step that Orbax writes in place, found one under a temporary "
             "name, which an object store cannot rename at once. No release of Orbax up to "
-            f"{importlib.metadata.version('orbax-checkpoint')} knows s3:// by itself as it knows "
-            "gs://. Nothing was saved; give the manager the option "
+            f"{importlib.metadata.version('orbax-checkpoint')} knows that of this kind by itself. "
+            "Nothing was saved; give the manager the option "
             "atomicity_options=ocp.options.AtomicityOptions("
             "mode=ocp.options.AtomicityMode.COMMIT_FILE)."
         )

@@ -18,6 +18,7 @@ from typer.core import TyperGroup
 
 from adacheck_jax.errors import AdaCheckError, StorageError
 from adacheck_jax.store.storage.location import AnyPath, at, located
+from adacheck_jax.store.storage.schemes import scheme_of
 from adacheck_jax.tools.steps import InputError, Progress, quiet
 
 Report = TypeVar("Report")
@@ -132,12 +133,6 @@ def step_of(text: str | None, name: str = "STEP") -> int | None:
     return int(text)
 
 
-_CREDENTIALS = {
-    "gs": "gcloud auth application-default login, or GOOGLE_APPLICATION_CREDENTIALS",
-    "s3": "AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY; AWS_REGION and AWS_ENDPOINT_URL name it",
-}
-
-
 def root_of(text: str) -> AnyPath:
     """The root that a user names.
 
@@ -151,9 +146,11 @@ def root_of(text: str) -> AnyPath:
     try:
         at(root).check_answers()
     except OSError as error:
+        scheme = scheme_of(text)
+        credentials = f" ({scheme.credentials})" if scheme else ""
         raise InputError(
             f"{text}: expected an object store that answers, found: {error.strerror}. Look after "
-            f"the network, the URL and the credentials ({_CREDENTIALS[text[:2]]})."
+            f"the network, the URL and the credentials{credentials}."
         ) from error
     return root
 

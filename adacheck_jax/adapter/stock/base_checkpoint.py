@@ -43,6 +43,7 @@ from adacheck_jax.restore import base_reader
 from adacheck_jax.restore.agreed import ALONE, Agreed
 from adacheck_jax.restore.shared_reads import ReadOnce
 from adacheck_jax.store.storage.location import AnyPath, at, located
+from adacheck_jax.store.storage.schemes import scheme_of
 
 
 class StockCheckpoints:
@@ -222,14 +223,14 @@ class StockCheckpoints:
 
         Raises:
             IntegrityError: Orbax cannot read it.
-            StorageError: it cannot be read now, or not from ``s3://``.
+            StorageError: it cannot be read now, or not from a store of this kind.
         """
         readable = {path: _readable(sharding) for path, sharding in wanted.items()}
         if not _is_reachable(directory):
             raise StorageError(
                 f"{directory}: no release of Orbax up to "
-                f"{importlib.metadata.version('orbax-checkpoint')} reaches arrays on s3://, which "
-                "it takes for a relative path. Copy the root to gs:// or a file system."
+                f"{importlib.metadata.version('orbax-checkpoint')} reaches arrays there: it takes "
+                "the URL for a relative path. Copy the root to gs:// or a file system."
             )
 
         def argument(key_path: Any, leaf: Any) -> Any:
@@ -275,7 +276,7 @@ def described(state: PyTree) -> PyTree:
 
 def _is_reachable(directory: AnyPath) -> bool:
     """True if Orbax can read arrays there."""
-    return not str(directory).startswith("s3://")
+    return (scheme := scheme_of(directory)) is None or scheme.orbax_reads
 
 
 def _is_empty(leaf: Any) -> bool:
@@ -351,7 +352,7 @@ def _damage_named(directory: AnyPath) -> Iterator[None]:
     except ImportError as error:
         raise StorageError(
             f"{directory}: Orbax cannot reach it ({first_line(error)}). Install what it needs: "
-            "adacheck-jax[gs] for gs://, adacheck-jax[s3] for s3://."
+            f"adacheck-jax[{str(directory).partition(':')[0]}]."
         ) from error
     except Exception as error:
         if refused := unreadable(directory, error):

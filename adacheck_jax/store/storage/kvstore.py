@@ -15,6 +15,7 @@ import tensorstore as ts
 
 from adacheck_jax.errors import StorageError, first_line
 from adacheck_jax.store.storage.interface import Entry, Kind, Stamp
+from adacheck_jax.store.storage.schemes import scheme_of
 
 _NO_VALUE = b"\x02"
 """Generation of a key that has no value, by which a write is made conditional."""
@@ -46,10 +47,10 @@ class KvStore:
     def __init__(self, url: str) -> None:
         self._url = f"{url.rstrip('/')}/"
         self._spec = _spec_of(self._url)
-        driver = self._spec["driver"]
+        scheme = scheme_of(url)
         # Else none: tensorstore remembers databases in a context, also those deleted meanwhile.
-        self.context = ts.Context() if driver == "memory" else None
-        self._lists_spans = driver != "s3"  # it takes their ends for a common beginning
+        self.context = ts.Context() if scheme is None else None
+        self._lists_spans = scheme is None or scheme.lists_spans
         try:
             self._store = ts.KvStore.open(self._spec, context=self.context).result()
         except ValueError as error:
@@ -233,16 +234,13 @@ class KvStore:
 
 def _spec_of(url: str) -> dict[str, Any]:
     """Tensorstore's specification of a store; its own ``to_json`` never frees what it returns."""
-    scheme, _, rest = url.partition("://")
+    name, _, rest = url.partition("://")
     rest = urllib.parse.unquote(rest)
-    if scheme not in ("gs", "s3"):
-        return {"driver": scheme, "path": rest}
+    if (scheme := scheme_of(url)) is None:  # memory://, which tests use
+        return {"driver": name, "path": rest}
     bucket, _, path = rest.partition("/")
-    spec = {"driver": "gcs" if scheme == "gs" else scheme, "bucket": bucket, "path": path}
-    if scheme == "s3":  # tensorstore does not read these variables
-        variables = {"endpoint": "AWS_ENDPOINT_URL", "aws_region": "AWS_REGION"}
-        spec |= {key: os.environ[name] for key, name in variables.items() if name in os.environ}
-    return spec
+    found = {key: os.environ[x] for key, x in scheme.variables.items() if x in os.environ}
+    return {"driver": scheme.driver, "bucket": bucket, "path": path, **found}
 
 
 def _below(start: str) -> Span:

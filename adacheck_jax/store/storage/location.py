@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeAlias
 
 from adacheck_jax.errors import StorageError
+from adacheck_jax.store.storage import schemes
 from adacheck_jax.store.storage.interface import Entry, Stamp, refuse_misread
 from adacheck_jax.store.storage.posix import Posix
 
@@ -27,7 +28,6 @@ if TYPE_CHECKING:  # which load tensorstore
 Storage: TypeAlias = "Posix | KvStore"
 
 _POSIX = Posix()
-_SCHEMES = ("gs", "s3")
 
 
 @dataclass(frozen=True, slots=True)
@@ -291,10 +291,10 @@ def located(named: AnyPath | str) -> AnyPath:
         refuse_misread(str(path), _POSIX.misread)
         return path
     bucket, _, key = rest.partition("/")
-    if scheme not in _SCHEMES or not bucket:
+    if scheme not in schemes.SCHEMES or not bucket:
         raise StorageError(
-            f"{text}: expected a local path, {' or '.join(f'{s}://BUCKET/...' for s in _SCHEMES)}, "
-            "found another URL. Mount it, or name another root; nothing was read or written."
+            f"{text}: expected a local path, {schemes.shown('BUCKET/...')}, found another URL. "
+            "Mount it, or name another root; nothing was read or written."
         )
     storage = _bucket(f"{scheme}://{bucket}")
     refuse_misread(text, storage.misread)

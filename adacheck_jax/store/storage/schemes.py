@@ -1,0 +1,57 @@
+"""Object stores by the scheme of their URLs: one table of all in which they differ here.
+
+To add one that tensorstore has a driver for: an entry, an extra in ``pyproject.toml`` with what
+Orbax needs, and a server in ``tests/object_stores.py``, for the tests that all stores pass.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+
+@dataclass(frozen=True, slots=True)
+class Scheme:
+    """One kind of object store.
+
+    Attributes:
+        driver: name of tensorstore's driver.
+        credentials: where its credentials come from, for messages.
+        variables: environment variables that the driver does not read by itself, by the names of
+            what they give in its specification.
+        lists_spans: True if it lists the keys between any two; else those with one beginning.
+        orbax_knows: True if Orbax knows by itself that nothing can be renamed there.
+        orbax_reads: True if Orbax reads arrays there; else it takes the URL for a relative path.
+    """
+
+    driver: str
+    credentials: str
+    variables: Mapping[str, str] = field(default_factory=dict)
+    lists_spans: bool = True
+    orbax_knows: bool = True
+    orbax_reads: bool = True
+
+
+SCHEMES: Mapping[str, Scheme] = {
+    "gs": Scheme("gcs", "gcloud auth application-default login, or GOOGLE_APPLICATION_CREDENTIALS"),
+    "s3": Scheme(
+        "s3",
+        "AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY; AWS_REGION and AWS_ENDPOINT_URL name it",
+        variables={"endpoint": "AWS_ENDPOINT_URL", "aws_region": "AWS_REGION"},
+        lists_spans=False,
+        orbax_knows=False,
+        orbax_reads=False,
+    ),
+}
+"""The object stores that roots may lie in; each has an extra of its name."""
+
+
+def scheme_of(named: object) -> Scheme | None:
+    """The object store that a path or a URL names; None for another place."""
+    scheme, mark, _ = str(named).partition("://")
+    return SCHEMES.get(scheme) if mark else None
+
+
+def shown(rest: str = "") -> str:
+    """All URLs that may be given, for messages: ``gs://rest or s3://rest``."""
+    return " or ".join(f"{each}://{rest}" for each in SCHEMES)
