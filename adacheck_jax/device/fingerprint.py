@@ -147,6 +147,7 @@ class Contributions:
 
     def _next_on_host(self, is_elsewhere: bool) -> dict[int, dict[Box, int]]:
         """The sums of the boxes of some arrays that are summed up on the host; none if all are."""
+        found: dict[int, dict[Box, int]] = {}  # of an array that has no box here, too
         blocks: dict[tuple[int, Box], Any] = {}
         while sum(x.nbytes for x in blocks.values()) < _GROUP_BYTES:
             try:
@@ -157,11 +158,11 @@ class Contributions:
                     index, own = self._staged.popitem()
             except (KeyError, StopIteration):
                 break
+            found[index] = {}
             blocks |= {(index, box): block for box, block in own.items()}
-        found: dict[int, dict[Box, int]] = {}
         given = ((block, box.start) for (_, box), block in blocks.items())
         for (index, box), value in zip(blocks, fingerprints_of(given), strict=True):
-            found.setdefault(index, {})[box] = value
+            found[index][box] = value
         return found
 
 

@@ -332,6 +332,16 @@ def test_the_engines_find_the_same_sums_of_replicas(monkeypatch):
     assert found[0][1].keys() == {3}
 
 
+@pytest.mark.parametrize("on_device", [False, True])
+def test_a_leaf_of_which_a_process_has_nothing_is_nothing(on_device, monkeypatch):
+    """All processes report of all leaves; the sums of some add up to those of the others."""
+    monkeypatch.setattr(fingerprint, "hashes_on_device", lambda _: on_device)
+    arrays = {0: jnp.arange(8.0), 1: jnp.ones(3)}
+    picks = {i: transfer.picks_of(x, sharding.distinct_boxes(x)) for i, x in arrays.items()}
+    every = fingerprint.Contributions(arrays, picks).sums()
+    assert fingerprint.Contributions(arrays, {**picks, 0: ()}).sums() == {**every, 0: 0}
+
+
 def test_no_replica_is_hashed_twice(monkeypatch):
     array = jax.device_put(jnp.arange(64.0), NamedSharding(jax.make_mesh((8,), ("x",)), P()))
     picks = {0: transfer.picks_of(array, sharding.distinct_boxes(array))}

@@ -84,7 +84,7 @@ def try_to_save(state: Any) -> None:
 
 
 def kept() -> list[int]:
-    return [*manager._sink.acknowledged.kept.steps]
+    return [*manager._sink.acknowledged.lag.steps]
 
 
 def until_ended() -> None:
