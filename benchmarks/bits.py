@@ -34,7 +34,7 @@ import orbax.checkpoint as ocp
 
 import adacheck_jax as adacheck
 from adacheck_jax.device import trees
-from adacheck_jax.format import planes as codecs
+from adacheck_jax.format.encodings import planes as codecs
 from adacheck_jax.format.manifest import BaseManifest, Encoding
 from adacheck_jax.store.packs import arrays, writer
 from adacheck_jax.store.packs.reader import PackArray, PackReader

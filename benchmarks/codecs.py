@@ -17,8 +17,8 @@ import ml_dtypes
 import numpy as np
 import tensorstore as ts
 
-from adacheck_jax.format import codes
-from adacheck_jax.format import planes as codecs
+from adacheck_jax.format.encodings import codes
+from adacheck_jax.format.encodings import planes as codecs
 from adacheck_jax.format.manifest import Encoding
 from adacheck_jax.store import zarr
 from benchmarks.common import environment

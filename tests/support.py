@@ -29,7 +29,7 @@ from jax.sharding import AxisType, NamedSharding, PartitionSpec
 import adacheck_jax as adacheck
 from adacheck_jax.adapter.restoring.restorer import StepRestorer
 from adacheck_jax.adapter.stock.base_checkpoint import StockCheckpoints
-from adacheck_jax.format import planes as codecs
+from adacheck_jax.format.encodings import planes as codecs
 from adacheck_jax.format.manifest import BaseManifest, Delta, DeltaManifest
 from adacheck_jax.restore.deltas import delta_reader
 from adacheck_jax.store import volumes

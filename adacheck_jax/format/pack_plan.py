@@ -10,7 +10,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from adacheck_jax.format.boxes import Box
-from adacheck_jax.format.encodings import ENCODINGS, BlockEncoding, Parts
+from adacheck_jax.format.encodings.table import ENCODINGS, BlockEncoding, Parts
 from adacheck_jax.format.manifest import Encoding, Leaf
 
 Spans = list[tuple[int, int]]

@@ -3,16 +3,16 @@
 The bits of an element are a word; its step is the signed difference modulo the word's size.
 Floating-point numbers that move by an ulp or two have steps of 1 or 2, small numbers close to zero
 larger ones. Of each step the sign is a bit; the number of bits of its magnitude is coded as nested
-sets (:mod:`~adacheck_jax.format.sets`): those of more than one bit, among these those of more than
-two, and so on; the bits below the highest follow as they are.
+sets (:mod:`~adacheck_jax.format.encodings.sets`): those of more than one bit, among these those of
+more than two, and so on; the bits below the highest follow as they are.
 """
 
 from __future__ import annotations
 
 import numpy as np
 
-from adacheck_jax.format import sets
-from adacheck_jax.format.sets import Reader
+from adacheck_jax.format.encodings import sets
+from adacheck_jax.format.encodings.sets import Reader
 
 SEGMENT = 1 << 24
 """Words that are coded together at most."""

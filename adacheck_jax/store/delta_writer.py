@@ -8,9 +8,10 @@ from typing import Any
 
 import numpy as np
 
-from adacheck_jax.format import codes, pack_plan, planes
+from adacheck_jax.format import pack_plan
 from adacheck_jax.format.boxes import Blocks, Box
-from adacheck_jax.format.codes import Code
+from adacheck_jax.format.encodings import codes, planes
+from adacheck_jax.format.encodings.codes import Code
 from adacheck_jax.format.manifest import Encoding, Leaf
 from adacheck_jax.format.pack_plan import Extent, Pairs, WritePlan
 from adacheck_jax.store import equality

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from adacheck_jax.format.encodings import ENCODINGS
+from adacheck_jax.format.encodings.table import ENCODINGS
 from adacheck_jax.format.manifest import BaseManifest, Delta, Encoding, Update
 from adacheck_jax.store.steps import folders
 from adacheck_jax.store.steps.lineage import Lineage

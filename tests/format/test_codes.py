@@ -8,7 +8,7 @@ import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
 
-from adacheck_jax.format import codes, planes
+from adacheck_jax.format.encodings import codes, planes
 from tests.strategies import DTYPES, any_bits
 
 seeds = st.integers(0, 2**32)

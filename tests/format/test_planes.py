@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from adacheck_jax.format import planes as codecs
+from adacheck_jax.format.encodings import planes as codecs
 from adacheck_jax.format.manifest import Encoding
 from tests import support
 from tests.strategies import DTYPES, any_bits

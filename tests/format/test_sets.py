@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from adacheck_jax.format import sets
+from adacheck_jax.format.encodings import sets
 
 
 def entropy(share: float) -> float:

@@ -18,7 +18,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from adacheck_jax.format import codes, manifest, manifest_json, manifest_records, pack_plan
+from adacheck_jax.format import manifest, manifest_json, manifest_records, pack_plan
+from adacheck_jax.format.encodings import codes
 from adacheck_jax.format.manifest_records import MAX_STATE_BYTES
 from adacheck_jax.restore.deltas import delta_reader
 from adacheck_jax.store.steps import lookup, manifest_file

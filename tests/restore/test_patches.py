@@ -11,9 +11,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from adacheck_jax.errors import FormatError, IntegrityError
-from adacheck_jax.format import codes, pack_plan
+from adacheck_jax.format import pack_plan
 from adacheck_jax.format.boxes import Box, grid
-from adacheck_jax.format.encodings import ENCODINGS
+from adacheck_jax.format.encodings import codes
+from adacheck_jax.format.encodings.table import ENCODINGS
 from adacheck_jax.format.manifest import (
     BaseManifest,
     DeltaManifest,

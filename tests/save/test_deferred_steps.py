@@ -23,7 +23,7 @@ from adacheck_jax.adapter import directories
 from adacheck_jax.cli.main import app
 from adacheck_jax.errors import IntegrityError, LineageError, StorageError
 from adacheck_jax.format import manifest
-from adacheck_jax.format.encodings import ENCODINGS
+from adacheck_jax.format.encodings.table import ENCODINGS
 from adacheck_jax.plan import situation
 from adacheck_jax.restore.deltas import delta_reader
 from adacheck_jax.save import pending

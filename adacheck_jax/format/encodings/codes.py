@@ -1,10 +1,11 @@
 """Codes for records of compressed gradients: mostly zeros, or few distinct values.
 
 A code is found in the bits alone, and gives back every one of them. It takes the bits of a block as
-unsigned words, as :mod:`~adacheck_jax.format.planes` does, and begins with a byte for its kind:
+unsigned words, as :mod:`~adacheck_jax.format.encodings.planes` does, and begins with a byte for its
+kind:
 
 *sparse*: for words most of which are zero, the set of the places of the others
-(:mod:`~adacheck_jax.format.sets`) and then a code of these words.
+(:mod:`~adacheck_jax.format.encodings.sets`) and then a code of these words.
 
 *palette*: for words of at most 256 distinct values, whatever their scale, a table of these values
 and for each word its position in the table, in 0, 1, 2, 4 or 8 bits.
@@ -24,9 +25,9 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from adacheck_jax.format import planes, sets
+from adacheck_jax.format.encodings import planes, sets
+from adacheck_jax.format.encodings.sets import Reader
 from adacheck_jax.format.manifest import Encoding
-from adacheck_jax.format.sets import Reader
 
 MAX_HEAD_BYTES = 64
 """Bytes that a code may take beyond those of its block."""

@@ -1,7 +1,7 @@
 """The encodings of a block of elements in a pack: one table, by the letters that manifests have.
 
-To add one: an encoding here or in a module of its own, its entry in :data:`ENCODINGS`, its letter
-in :class:`~adacheck_jax.format.manifest.Encoding`, and the rule by which
+To add one: an encoding in a module of this room, its entry in :data:`ENCODINGS`, its letter in
+:class:`~adacheck_jax.format.manifest.Encoding`, and the rule by which
 :mod:`~adacheck_jax.store.delta_writer` chooses it. Layout, writing and reading ask the table.
 """
 
@@ -13,7 +13,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from adacheck_jax.format import codes, planes
+from adacheck_jax.format.encodings import codes, planes
 from adacheck_jax.format.manifest import Encoding
 
 
@@ -106,7 +106,7 @@ class _Raw(BlockEncoding):
 
 @dataclass(frozen=True, slots=True)
 class _Planes(BlockEncoding):
-    """Planes of bytes, of elements or of their differences; see :mod:`adacheck_jax.format.planes`.
+    """Planes of bytes (:mod:`~adacheck_jax.format.encodings.planes`).
 
     Attributes:
         letter: its letter.
@@ -134,7 +134,7 @@ class _Planes(BlockEncoding):
 
 
 class _Coded(BlockEncoding):
-    """A code of mostly zero or few distinct elements; see :mod:`adacheck_jax.format.codes`."""
+    """A code of few distinct elements (:mod:`~adacheck_jax.format.encodings.codes`)."""
 
     has_own_size = True
 
