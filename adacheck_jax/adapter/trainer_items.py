@@ -317,7 +317,7 @@ def _parts(
 
 
 def apart(found: Any, names: Iterable[str] | None = None) -> Any:
-    """What was restored, under the trainer's names; all of it if none are named."""
+    """The restored items, under the trainer's names; all of them if none are named."""
     parts: dict[str, PyTree] = {}
     for name, each in found.items():
         if _BETWEEN in name and isinstance(each, Mapping):

@@ -80,13 +80,10 @@ def replay_onto(
     records = Records(*args, checked=checked, agreed=agreed)
     if not (records.are_shared or _may_exchange(shardings)):
         agreed = ALONE  # but at the end, where the caller has it
-    with (
-        Progress(f"restoring step {lineage.end.step}") as progress,
-        records.read_ahead() as consumed,
-    ):
+    with Progress(f"restoring step {lineage.end.step}") as bar, records.read_ahead() as consumed:
         with agreed():
-            program = programs.get(lineage, update, shardings, progress)
-        replay = Replay(leaves, specs, update, program, shardings, progress, agreed)
+            program = programs.get(lineage, update, shardings, bar)
+        replay = Replay(leaves, specs, update, program, shardings, bar, agreed)
         result = replay.run(readers, consumed)
         if agreed is not ALONE:  # on CPU devices the caller's next collective may overtake
             jax.block_until_ready(result)

@@ -52,6 +52,6 @@ def scheme_of(named: object) -> Scheme | None:
     return SCHEMES.get(scheme) if mark else None
 
 
-def shown(rest: str = "") -> str:
+def shown(rest: str) -> str:
     """All URLs that may be given, for messages: ``gs://rest or s3://rest``."""
     return " or ".join(f"{each}://{rest}" for each in SCHEMES)
