@@ -103,6 +103,12 @@ class StorageError(AdaCheckError):
     _is_refusal = True
 
 
+class TakenOverError(StorageError):
+    """Another publisher has the root now, or it was deleted."""
+
+    _is_refusal = False
+
+
 _CLIENTS = frozenset({"aiobotocore", "aiohttp", "botocore", "gcsfs"})
 """Packages by which Orbax reaches object stores: their errors are of classes of their own."""
 

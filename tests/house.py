@@ -26,7 +26,7 @@ MAY_IMPORT = {
     "processes": ("errors", "format"),
     "device": ("errors", "format"),
     "store": ("errors", "format"),
-    "publish": ("errors", "format", "device", "store"),
+    "publish": ("errors", "format", "processes", "device", "store"),
     "update": ("errors", "format", "device"),
     "state": ("errors", "format", "device", "update"),
     "proof": ("errors", "format", "device", "update", "state"),

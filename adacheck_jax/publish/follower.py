@@ -24,6 +24,7 @@ from adacheck_jax.errors import (
     MismatchError,
     StorageError,
 )
+from adacheck_jax.format.boxes import Box
 from adacheck_jax.format.one_process import OneProcess
 from adacheck_jax.publish import reading
 from adacheck_jax.publish.plan import Route
@@ -271,10 +272,10 @@ class Follower:
                     "with a base. Take all params."
                 )
             found = {}
-            for index, places in sorted(self._weights.changed(self._changes).items()):
-                positions = np.unique(np.concatenate(places))
-                path = self._weights.leaves.leaves[index].path
-                found[path] = positions, self._weights.words_of(index)[positions]
+            for index, positions in sorted(self._weights.changed(self._changes).items()):
+                leaf = self._weights.leaves.leaves[index]
+                words = self._weights.block(index, Box.full(leaf.shape)).reshape(-1)
+                found[leaf.path] = positions, words.view(f"u{leaf.word_bytes}")[positions]
             return found
 
 
@@ -321,9 +322,7 @@ class _Targets:
             sharding = self.wanted[leaf.path].sharding
             kinds.append(jax.ShapeDtypeStruct(leaf.shape, np.dtype(leaf.dtype), sharding=sharding))
         # Copies: on CPU devices the arrays live in the memory that they are given.
-        made = transfer.place_all(
-            kinds, lambda i, box: np.array(weights.arrays[chosen[i]][box.slices])
-        )
+        made = transfer.place_all(kinds, lambda i, box: np.array(weights.block(chosen[i], box)))
         return dict(zip(chosen, made, strict=True))
 
     def cast(self, path: str, array: jax.Array) -> jax.Array:

@@ -2,14 +2,15 @@
 
 # Threads: the caller's threads publish, wait and close, one at a time: ``_lock`` is held through
 # each of these calls, waits included. One thread writes, and owns the writer; it takes no lock.
-# Callers look at the writer once no job runs.
+# Callers look at the writer once no job runs. Of several processes all do alike: each version has
+# an exchange, whose first error is that of all.
 
 from __future__ import annotations
 
 import concurrent.futures
-import contextlib
+import functools
 import threading
-from collections.abc import Iterator
+from collections.abc import Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any
 
@@ -17,23 +18,31 @@ import jax
 import numpy as np
 
 from adacheck_jax.device import jax_settings, transfer, trees
-from adacheck_jax.device.fingerprint import Contributions
+from adacheck_jax.device.fingerprint import Contributions, accounted
+from adacheck_jax.device.ownership import share_out
 from adacheck_jax.device.primary import grid_of
-from adacheck_jax.device.sharding import distinct_boxes
-from adacheck_jax.errors import Closing, MismatchError, StorageError, first_line, listed
-from adacheck_jax.format.manifest import ITEMSIZES_BYTES
+from adacheck_jax.device.sharding import distinct_boxes, layout_of_array
+from adacheck_jax.errors import Closing, MismatchError, StorageError, TakenOverError
+from adacheck_jax.format.boxes import Box, cuts_of, grid
+from adacheck_jax.format.manifest import ITEMSIZES_BYTES, Grid
 from adacheck_jax.format.one_process import OneProcess
+from adacheck_jax.processes import run
+from adacheck_jax.processes.meetings import Exchange
+from adacheck_jax.processes.messages import Report
+from adacheck_jax.publish import records
 from adacheck_jax.publish import root as roots
-from adacheck_jax.publish.records import Leaves, PublishedLeaf
-from adacheck_jax.publish.root import GoneError, Root, TakenOverError
+from adacheck_jax.publish.records import Claim, Leaves, PublishedLeaf
+from adacheck_jax.publish.root import Root
 from adacheck_jax.publish.weights import Weights
-from adacheck_jax.publish.writing import Published, Writer
+from adacheck_jax.publish.writing import NewVersion, Published, Writer, named
 from adacheck_jax.store.storage.location import AnyPath
 
 _HASTE_S = 5.0
 """Seconds for which versions are waited for while an error is under way."""
 _WAITING = 1
 """Versions that wait in host memory while the one before them is written."""
+_KINDS = MismatchError, StorageError
+"""Errors of one process that all raise alike."""
 
 
 class Publisher(Closing):
@@ -50,6 +59,9 @@ class Publisher(Closing):
             since the last one have as many bytes.
         keep_versions: number of the newest versions that stay readable, with all that they build
             on; older ones are deleted whenever a base was written. None keeps all.
+
+    Of several processes all make one, and publish the same versions in the same order: each writes
+    what it owns of the params.
 
     Raises:
         MismatchError: an argument is no positive number, or something else than published weights
@@ -68,22 +80,30 @@ class Publisher(Closing):
         for name, value in (("base_every", base_every), ("keep_versions", keep_versions)):
             if value is not None and value < 1:
                 raise MismatchError(f"{name}: expected a positive number, found {value}.")
-        if jax.process_count() > 1:
-            raise MismatchError(
-                f"expected a program of one process, found {jax.process_count()}: each has a part "
-                "of the params alone. Publish from a program of one process."
-            )
         self._root, self._params_path = Root(root), params_path
-        with _named(self._root, "a publisher's claim"):
-            mine = roots.claim(self._root)
-            self._writer = Writer(self._root, mine, base_every, keep_versions)
-        last = self._writer.last
-        self._latest = -1 if last is None else last.version
+        opening = self._past = run.exchange(f"{self._root}: publisher", is_save=False)
+        opened = functools.partial(
+            Writer, self._root, share=opening.index, base_every=base_every, keep=keep_versions
+        )
+
+        def claimed(_: Sequence[Report]) -> Report:
+            with named(self._root, "a publisher's claim"):
+                mine = roots.claim(self._root)
+                self._writer = opened(mine)
+                self._writer.clear()
+                latest = -1 if self._writer.last is None else self._writer.last.version
+                return {"claim": records.encode(mine).decode(), "latest": latest}
+
+        told = opening.agree("claim", {}, claimed)
+        if opening.index:
+            with opening.telling("open the root"), named(self._root, "a publisher's claim"):
+                self._writer = opened(records.decode(told["claim"].encode(), Claim, self._root))
+        self._latest: int = told["latest"]
         self._process = OneProcess("a Publisher")
         self._process.enter()
         self._lock = threading.RLock()
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="adacheck_publish")
-        self._jobs: list[Future[Published]] = []  # versions on their way
+        self._jobs: list[tuple[Future[Published], Exchange]] = []  # versions on their way
         self._taken_over: TakenOverError | None = None
         self._published: Published | None = None
         self._is_closed = False
@@ -116,49 +136,69 @@ class Publisher(Closing):
         """
         self._process.enter()
         with self._lock:
-            self._await(_WAITING + 1)
-            if self._taken_over is not None:
-                raise self._taken_over
-            if type(version) is not int or version <= self._latest:
-                raise MismatchError(
-                    f"{self._root}: expected a version above {self._latest}, found {version!r}: "
-                    "versions only go up. Give the number of the step."
-                )
-            named = _params_of(state, self._params_path)
-            leaves = Leaves(tuple(_leaf(path, array) for path, array in named.items()))
-            self._await(_WAITING)
-            arrays = dict(enumerate(named.values()))
-            ranks = grid_of(arrays.values()).ranks(0)  # of all leaves the same replica
-            picks = {i: transfer.picks_of(x, distinct_boxes(x), ranks) for i, x in arrays.items()}
-            staged = transfer.Staged(arrays, picks).begin()
-            contributions = Contributions(arrays, picks, staged=staged)
-            staged.wait()
-            job = self._thread.submit(self._write, version, leaves, staged, contributions)
-            self._jobs.append(job)
+            together = run.exchange(f"{self._root}: version", is_save=False)
+            with together.telling(f"publish version {version}", _KINDS):
+                job = self._begun(state, version, together)
+            self._jobs.append((job, together))
             self._latest = version
             if wait:
                 self.wait()
             return version
 
+    def _begun(self, state: Any, version: int, together: Exchange) -> Future[Published]:
+        """Takes a version out of a state, and has it written."""
+        self._await(_WAITING + 1)
+        if self._taken_over is not None:
+            raise self._taken_over
+        if type(version) is not int or version <= self._latest:
+            raise MismatchError(
+                f"{self._root}: expected a version above {self._latest}, found {version!r}: "
+                "versions only go up. Give the number of the step."
+            )
+        params = _params_of(state, self._params_path)
+        arrays = dict(enumerate(params.values()))
+        for path, array in params.items():
+            _expect_numbers(path, array)
+        grids = _grids(arrays)
+        leaves = Leaves(
+            tuple(
+                PublishedLeaf(path, tuple(array.shape), str(array.dtype), each)
+                for (path, array), each in zip(params.items(), grids, strict=True)
+            ),
+            shares=jax.process_count(),
+        )
+        self._await(_WAITING)
+        picks, whole_picks = _picks(arrays, grids, together)
+        staged = transfer.Staged(arrays, picks).begin()
+        contributions = Contributions(arrays, picks, whole_picks, staged=staged)
+        staged.wait()
+        return self._thread.submit(self._write, version, leaves, staged, contributions, together)
+
     def _write(
-        self, version: int, leaves: Leaves, staged: transfer.Staged, contributions: Contributions
+        self,
+        version: int,
+        leaves: Leaves,
+        staged: transfer.Staged,
+        contributions: Contributions,
+        together: Exchange,
     ) -> Published:
         """Writes a version; on the thread that writes."""
-        with _named(self._root, f"version {version}"), jax_settings.own():
-            sums, made = contributions.sums(), Weights(leaves)
+        what = f"version {version}"
+        with (
+            jax_settings.own(),
+            together.telling(f"write {what}", _KINDS),
+            named(self._root, what),
+        ):
+            sums, made = contributions.sums(), Weights(leaves, [together.index])
             while staged:  # whose memory goes as it is copied
                 index, blocks = staged.popitem()
                 for box, block in blocks.items():
-                    made.arrays[index][box.slices] = block
-            found = made.fingerprints()
-            changed = [x.path for i, x in enumerate(leaves.leaves) if found[i] != sums[i]]
-            if changed:
-                raise MismatchError(
-                    f"{self._root}: expected params that stay as they are until version {version} "
-                    f"is written, found that {listed(changed, 5)} changed: not published. "
-                    "Call wait() before you change memory of numpy's that they lie in."
-                )
-            return self._writer.write(version, made, found)
+                    made.put(index, box, block)
+            every = [sums.get(i, 0) for i in range(len(leaves.leaves))]
+            found = self._writer.write(NewVersion(version, made, every, together))
+            self._past.forget()  # all have begun the version after it
+            self._past = together
+            return found
 
     def wait(self) -> Published | None:
         """Waits until all versions are durable.
@@ -183,7 +223,8 @@ class Publisher(Closing):
         if self._process.is_elsewhere:
             return
         with self.closing() as in_haste, self._lock:
-            late = concurrent.futures.wait(self._jobs, _HASTE_S if in_haste else None).not_done
+            jobs = [job for job, _ in self._jobs]
+            late = concurrent.futures.wait(jobs, _HASTE_S if in_haste else None).not_done
             try:
                 if late:
                     raise StorageError(
@@ -197,20 +238,31 @@ class Publisher(Closing):
                 self._thread.shutdown(wait=not late)
 
     def _await(self, most: int) -> None:
-        """Waits until at most so many versions are on their way; raises an error of one, once."""
+        """Waits until at most so many versions are on their way; raises an error of one, once.
+
+        Of several processes all raise it at the same call.
+        """
         if self._is_closed:
             raise StorageError(f"{self._root}: expected an open publisher, found a closed one.")
-        while self._jobs and (len(self._jobs) > most or self._jobs[0].done()):
+        is_alone = jax.process_count() == 1
+        while self._jobs and (len(self._jobs) > most or (is_alone and self._jobs[0][0].done())):
             try:
-                self._published = self._jobs.pop(0).result()
+                self._published = self._jobs.pop(0)[0].result()
             except Exception as error:
-                concurrent.futures.wait(each for each in self._jobs if not each.cancel())
-                self._jobs.clear()
-                last = self._writer.last
-                self._latest = -1 if last is None else last.version
-                if isinstance(error, TakenOverError):
-                    self._taken_over = error
+                self._give_up(error)
                 raise
+
+    def _give_up(self, error: Exception) -> None:
+        """Lets go of the versions behind one that could not be written."""
+        for job, together in self._jobs:
+            if job.cancel():  # another process may have begun it
+                together.fail(error, "write the version before it", _KINDS)
+        concurrent.futures.wait([job for job, _ in self._jobs if not job.cancelled()])
+        self._jobs.clear()
+        last = self._writer.last
+        self._latest = -1 if last is None else last.version
+        if isinstance(error, TakenOverError):
+            self._taken_over = error
 
 
 def _params_of(state: Any, params_path: str | None) -> dict[str, Any]:
@@ -230,23 +282,37 @@ def _params_of(state: Any, params_path: str | None) -> dict[str, Any]:
     return {path: named[path] for path in sorted(named)}
 
 
-def _leaf(path: str, array: Any) -> PublishedLeaf:
+def _expect_numbers(path: str, array: Any) -> None:
     dtype = str(getattr(array, "dtype", ""))
     if not isinstance(array, jax.Array | np.ndarray) or dtype not in ITEMSIZES_BYTES:
         raise MismatchError(
             f"{path}: expected an array of numbers, found {type(array).__name__} {dtype}. Publish "
             "params alone: no keys, no Python numbers."
         )
-    return PublishedLeaf(path, tuple(array.shape), dtype)
 
 
-@contextlib.contextmanager
-def _named(root: Root, what: str) -> Iterator[None]:
-    """Tells errors of the operating system as a StorageError."""
-    try:
-        yield
-    except (OSError, GoneError) as error:
-        raise StorageError(
-            f"{root}: expected to write {what}, found: {first_line(error)}. Versions that "
-            "followers can see are whole. Make room or mend the storage, and publish the next one."
-        ) from error
+def _grids(arrays: Mapping[int, Any]) -> list[Grid]:
+    """The boxes that each process publishes; a process alone publishes whole arrays."""
+    if jax.process_count() > 1:
+        layouts = [layout_of_array(array) for array in arrays.values()]
+        itemsizes_bytes = [array.dtype.itemsize for array in arrays.values()]
+        return share_out(layouts, itemsizes_bytes, frozenset())
+    shapes = [tuple(array.shape) for array in arrays.values()]
+    return [Grid(cuts_of([Box.full(shape)], shape), (0,)) for shape in shapes]
+
+
+def _picks(
+    arrays: Mapping[int, Any], grids: Sequence[Grid], together: Exchange
+) -> tuple[dict[int, tuple[transfer.Pick, ...]], dict[int, tuple[transfer.Pick, ...]]]:
+    """The boxes that this process copies, and whole shards for fingerprints on devices."""
+    ranks = grid_of(arrays.values()).ranks(0)  # of all leaves the same replica
+    picks, whole_picks = dict[int, tuple[transfer.Pick, ...]](), {}
+    for i, array in arrays.items():
+        cuts, boxes = layout_of_array(array).cuts, distinct_boxes(array)
+        if not together.is_alone:
+            pairs = zip(grid(grids[i].cuts), grids[i].owners, strict=True)
+            boxes = [box for box, owner in pairs if owner == together.index]
+        picks[i] = whole_picks[i] = transfer.picks_of(array, boxes, ranks)
+        if not together.is_alone and grids[i].cuts != cuts:
+            whole_picks[i] = transfer.picks_of(array, accounted(array, together.index), ranks)
+    return picks, whole_picks

@@ -9,7 +9,7 @@ from __future__ import annotations
 import contextlib
 import logging
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import TypeVar
 
@@ -135,6 +135,11 @@ class VersionReader:
                 f"{self.root.record_at(VERSIONS, version.sequence)}: expected a fingerprint for "
                 f"each of {len(found.leaves)} leaves, found {len(version.fingerprints)}."
             )
+        if version.parent is not None and len(version.deltas) != found.shares:
+            raise IntegrityError(
+                f"{self.root.record_at(VERSIONS, version.sequence)}: expected a delta of each of "
+                f"{found.shares} shares, found {len(version.deltas)}."
+            )
         return found
 
     def leaves_at(self, route: Route) -> Leaves:
@@ -142,8 +147,15 @@ class VersionReader:
         with self._judged(_last_step(route)):
             return self.leaves(route.end)
 
-    def load(self, route: Route, have: Weights | None) -> tuple[Weights, list[WeightChange]]:
+    def load(
+        self, route: Route, have: Weights | None, shares: Iterable[int] | None = None
+    ) -> tuple[Weights, list[WeightChange]]:
         """Weights at the end of a route, not compared with fingerprints yet.
+
+        Args:
+            route: the way.
+            have: weights that it goes on from; None if it begins with a base.
+            shares: the shares to read, which those in hand have; None for all.
 
         Returns:
             The weights, and all changes that were applied.
@@ -153,42 +165,50 @@ class VersionReader:
             IntegrityError: something is damaged; it is refused from now on.
         """
         leaves = self.leaves_at(route)
+        wanted = tuple(range(leaves.shares) if shares is None else shares)
         with ThreadPoolExecutor(_THREADS) as threads:
-            reading = [threads.submit(self._delta, each, leaves) for each in route.deltas]
+            reading = [
+                threads.submit(self._delta, each, leaves, share)
+                for each in route.deltas
+                for share in wanted
+            ]
             if route.base is not None:
-                have = self._base(route.base, self.leaves(route.start), threads)
+                have = self._base(route.base, Weights(self.leaves(route.start), wanted), threads)
             changes = [each.result() for each in reading]
         assert have is not None
         for each in changes:
             have.apply(each)
         return have, [change for each in changes for change in each]
 
-    def _delta(self, record: Version, leaves: Leaves) -> list[WeightChange]:
+    def _delta(self, record: Version, leaves: Leaves, share: int) -> list[WeightChange]:
         with self._judged(record.checksum):
             if self.leaves(record) is not leaves:
                 raise IntegrityError(f"{self.root}: version {record.version} has other leaves.")
-            if record.delta and record.delta.nbytes > _MOST_DELTA * leaves.nbytes + _SPARE_BYTES:
+            if record.delta_bytes > _MOST_DELTA * leaves.nbytes + _SPARE_BYTES:
                 raise IntegrityError(
                     f"{self.root.record_at(VERSIONS, record.sequence)}: expected a delta of "
-                    f"{leaves.nbytes} bytes of leaves, found one of {record.delta.nbytes} bytes."
+                    f"{leaves.nbytes} bytes of leaves, found one of {record.delta_bytes} bytes."
                 )
-            return _changes(self.root, record, leaves)
+            return _changes(self.root, record, leaves, share)
 
-    def _base(self, base: Base, leaves: Leaves, threads: ThreadPoolExecutor) -> Weights:
+    def _base(self, base: Base, found: Weights, threads: ThreadPoolExecutor) -> Weights:
         with self._judged(_base_key(base)):
-            if len(base.parts) != weights.part_count(leaves):
+            leaves, place = found.leaves, self.root.record_at(BASES, base.sequence)
+            expected = [weights.part_count(leaves, share) for share in range(leaves.shares)]
+            if (counts := [*map(len, base.parts)]) != expected:
                 raise IntegrityError(
-                    f"{self.root.record_at(BASES, base.sequence)}: expected "
-                    f"{weights.part_count(leaves)} parts, found {len(base.parts)}. A later base "
-                    "heals followers."
+                    f"{place}: expected {expected} parts of the shares, found {counts}. A later "
+                    "base heals followers."
                 )
-            found = Weights(leaves)
-            places = (
-                self.root.part_at(base.sequence, base.epoch, n) for n in range(len(base.parts))
-            )
-            parts = threads.map(self.root.load, places, base.parts)
-            for number, data in enumerate(parts):
-                found.set_part(number, data)
+            every = [(share, n) for share in found.shares for n in range(expected[share])]
+
+            def load(part: tuple[int, int]) -> bytes:
+                share, number = part
+                part_at = self.root.part_at(base.sequence, base.epoch, share, number)
+                return self.root.load(part_at, base.parts[share][number])
+
+            for part, data in zip(every, threads.map(load, every), strict=True):
+                found.set_part(*part, data)
         return found
 
     @contextlib.contextmanager
@@ -227,12 +247,13 @@ def _base_key(base: Base) -> str:
     return f"base {base.sequence} {base.of}"
 
 
-def _changes(root: Root, record: Version, leaves: Leaves) -> list[WeightChange]:
-    """Changes of a version's delta; none if it has none."""
-    if record.delta is None:
+def _changes(root: Root, record: Version, leaves: Leaves, share: int) -> list[WeightChange]:
+    """Changes of a version's delta of a share; none if it has none."""
+    stored = record.deltas[share] if record.deltas else None
+    if stored is None:
         return []
-    data = root.load(root.delta_at(record.sequence, record.epoch), record.delta)
-    return weights.decode(leaves, data, root)
+    data = root.load(root.delta_at(record.sequence, record.epoch, share), stored)
+    return weights.decode(leaves, share, data, root)
 
 
 def check(version: Version, leaves: Leaves, found: Sequence[int], where: object) -> None:
@@ -282,7 +303,8 @@ def read_version(root: Root, number: int) -> tuple[Version, Weights, list[Weight
             )
         made, _ = reader.load(route, None)
         check(wanted, made.leaves, made.fingerprints(), root)
-        changes = _changes(root, wanted, made.leaves)
+        shares = range(made.leaves.shares)
+        changes = [x for share in shares for x in _changes(root, wanted, made.leaves, share)]
     except GoneError as error:
         raise LineageError(
             f"{root}: version {number} was pruned while it was read ({error}). Give a newer one."

@@ -7,13 +7,16 @@ A record is untrusted input: it is bounded before it is parsed, and consistent i
 from __future__ import annotations
 
 import dataclasses
+import functools
+import itertools
 import math
 from dataclasses import dataclass, field
 from typing import TypeVar
 
 from adacheck_jax.errors import FormatError, IntegrityError
 from adacheck_jax.format import manifest_records
-from adacheck_jax.format.manifest import ITEMSIZES_BYTES
+from adacheck_jax.format.boxes import Box, grid
+from adacheck_jax.format.manifest import ITEMSIZES_BYTES, Grid
 from adacheck_jax.format.manifest_json import checksum_of, checksummed, parsed
 from adacheck_jax.format.manifest_records import (
     MAX_AXES,
@@ -24,10 +27,11 @@ from adacheck_jax.format.manifest_records import (
     text,
 )
 
-FORMAT_VERSION = 2
+FORMAT_VERSION = 3
 MAX_NUMBER = 10**12 - 1
 """Largest epoch and sequence number: names have so many digits."""
 _MAX_FINGERPRINTS = 2**22
+_MAX_SHARES = 2**16
 PART_BYTES = 1 << 26
 """Bytes of a part of a base; the last one has fewer."""
 _T = TypeVar("_T", bound="Record")
@@ -67,11 +71,13 @@ class PublishedLeaf:
         path: leaf path, below the path of the params.
         shape: global shape.
         dtype: numpy name of the elements' type.
+        grid: its boxes, and the share that each belongs to.
     """
 
     path: str
     shape: tuple[int, ...]
     dtype: str
+    grid: Grid
 
     @property
     def nbytes(self) -> int:
@@ -84,21 +90,42 @@ class PublishedLeaf:
         width = ITEMSIZES_BYTES[self.dtype]
         return width // 2 if self.dtype.startswith("complex") else width
 
+    @property
+    def words(self) -> int:
+        """Number of words of an element."""
+        return ITEMSIZES_BYTES[self.dtype] // self.word_bytes
 
-@dataclass(frozen=True, slots=True)
+
+@dataclass(frozen=True)
 class Leaves(Record):
-    """All leaves, in the order of their paths.
+    """All leaves, in the order of their paths, in shares of which each process writes one.
 
     Attributes:
         leaves: the leaves.
+        shares: number of the shares.
     """
 
     leaves: tuple[PublishedLeaf, ...]
+    shares: int
 
     @property
     def nbytes(self) -> int:
         """Bytes of all leaves."""
         return sum(each.nbytes for each in self.leaves)
+
+    @functools.cached_property
+    def boxes(self) -> list[list[tuple[int, Box]]]:
+        """The boxes of each share, with the indices of their leaves, in the order of the leaves."""
+        found: list[list[tuple[int, Box]]] = [[] for _ in range(self.shares)]
+        for index, leaf in enumerate(self.leaves):
+            for box, owner in zip(grid(leaf.grid.cuts), leaf.grid.owners, strict=True):
+                found[owner].append((index, box))
+        return found
+
+    def share_bytes(self, share: int) -> int:
+        """Bytes of a share."""
+        pairs = ((box, self.leaves[index]) for index, box in self.boxes[share])
+        return sum(box.size * leaf.words * leaf.word_bytes for box, leaf in pairs)
 
 
 @dataclass(frozen=True, slots=True)
@@ -138,7 +165,7 @@ class Version(Record):
         parent: version that the delta is applied to; None if there is no delta.
         leaves: checksum of the record of the leaves.
         fingerprints: fingerprint of each leaf.
-        delta: the delta; None if no bit changed, or there is no parent.
+        deltas: the delta of each share, None where no bit changed; none without a parent.
         changed: number of words whose bits changed.
     """
 
@@ -148,8 +175,13 @@ class Version(Record):
     parent: ParentVersion | None
     leaves: str
     fingerprints: tuple[int, ...]
-    delta: Stored | None
+    deltas: tuple[Stored | None, ...]
     changed: int
+
+    @property
+    def delta_bytes(self) -> int:
+        """Bytes of the deltas of all shares."""
+        return sum(each.nbytes for each in self.deltas if each is not None)
 
 
 @dataclass(frozen=True, slots=True)
@@ -160,13 +192,13 @@ class Base(Record):
         sequence: sequence number of the version.
         epoch: epoch of the publisher that wrote it.
         of: checksum of the version's record.
-        parts: parts of the leaves' bytes, one after another.
+        parts: of each share the parts of its bytes, one after another.
     """
 
     sequence: int
     epoch: int
     of: str
-    parts: tuple[Stored, ...]
+    parts: tuple[tuple[Stored, ...], ...]
 
 
 def sealed(record: _T, where: object) -> tuple[bytes, _T]:
@@ -247,16 +279,19 @@ def _check(record: Record) -> None:
         _check_version(record)
     elif isinstance(record, Base):
         digits(record.of, 64)
-        for part in record.parts:
+        for part in itertools.chain.from_iterable(record.parts):
             _check_stored(part, PART_BYTES)
 
 
 def _check_leaves(found: Leaves) -> None:
+    natural(found.shares, _MAX_SHARES)
     for leaf in found.leaves:
         if leaf.dtype not in ITEMSIZES_BYTES:
             raise ValueError(f"data type {shown(leaf.dtype)}")
         if len(leaf.shape) > MAX_AXES or math.prod(filter(None, leaf.shape)) > MAX_STATE_BYTES:
             raise ValueError(f"shape {shown(leaf.shape)}")
+        if leaf.grid.shape != leaf.shape or max(leaf.grid.owners) >= found.shares:
+            raise ValueError(f"boxes {shown(leaf.grid)} of shape {shown(leaf.shape)}")
     paths = [each.path for each in found.leaves]
     if paths != sorted(set(paths)):
         raise ValueError("paths that do not ascend")
@@ -272,10 +307,11 @@ def _check_version(found: Version) -> None:
         digits(found.parent.checksum, 64)
         if found.parent.sequence >= found.sequence:
             raise ValueError("a parent that is not before it")
-    if found.delta is not None:
-        _check_stored(found.delta, MAX_STATE_BYTES)
-        if found.parent is None:
-            raise ValueError("a delta without a parent")
+    if found.deltas and found.parent is None:
+        raise ValueError("deltas without a parent")
+    for each in found.deltas:
+        if each is not None:
+            _check_stored(each, MAX_STATE_BYTES)
     natural(found.changed, MAX_STATE_BYTES)
 
 

@@ -17,7 +17,7 @@ from adacheck_jax.errors import (
     FormatError,
     IntegrityError,
     MismatchError,
-    StorageError,
+    TakenOverError,
     unreadable,
 )
 from adacheck_jax.format.manifest_json import MAX_MANIFEST_BYTES
@@ -38,10 +38,6 @@ _R = TypeVar("_R", bound=Record)
 
 class GoneError(Exception):
     """A value that a record names is not there: it was pruned."""
-
-
-class TakenOverError(StorageError):
-    """Another publisher has the root now, or it was deleted."""
 
 
 def digest(data: bytes | memoryview) -> str:
@@ -107,7 +103,7 @@ class Root:
         return [
             (kind, int(found[1]), int(found[2]), each)
             for kind, each in (*deltas, *parts)
-            if (found := re.fullmatch(rf"(\d{{{_DIGITS}}})-(\d{{{_DIGITS}}})", each.name))
+            if (found := re.fullmatch(rf"(\d{{{_DIGITS}}})-(\d{{{_DIGITS}}})(-\d+)?", each.name))
         ]
 
     def record_at(self, folder: str, number: int | str) -> Location:
@@ -202,13 +198,14 @@ class Root:
                 if _TEMPORARY.fullmatch(each.name):
                     self.delete(each)
 
-    def delta_at(self, sequence: int, epoch: int) -> Location:
-        """Place of a version's delta."""
-        return self.top / DELTAS / f"{_name(sequence)}-{_name(epoch)}"
+    def delta_at(self, sequence: int, epoch: int, share: int) -> Location:
+        """Place of a version's delta of a share."""
+        return self.top / DELTAS / f"{_name(sequence)}-{_name(epoch)}-{share}"
 
-    def part_at(self, sequence: int, epoch: int, number: int) -> Location:
-        """Place of one part of a base."""
-        return self.top / PARTS / f"{_name(sequence)}-{_name(epoch)}" / _name(number)
+    def part_at(self, sequence: int, epoch: int, share: int, number: int) -> Location:
+        """Place of one part of a share in a base."""
+        folder = self.top / PARTS / f"{_name(sequence)}-{_name(epoch)}"
+        return folder / f"{share}-{_name(number)}"
 
 
 def claim(root: Root) -> Claim:

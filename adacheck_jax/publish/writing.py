@@ -1,17 +1,32 @@
 """Versions written in the background: the delta from the last one, a base where one is due.
 
-Host memory holds the weights of the version that was written last. Those of a new version take
-their place only once its record is written: after an error the next delta begins where readers are.
+Host memory holds this process's share of the version that was written last. That of a new version
+takes its place only once the record is written: after an error the next delta begins where readers
+are. Each process writes its share; process 0 writes the records, and what it could not all hear of.
 """
 
 from __future__ import annotations
 
+import contextlib
+import dataclasses
 import logging
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
+from typing import Any
 
-from adacheck_jax.errors import FormatError, IntegrityError
+from adacheck_jax.errors import (
+    FormatError,
+    IntegrityError,
+    MismatchError,
+    StorageError,
+    first_line,
+    listed,
+)
+from adacheck_jax.format import manifest_records
+from adacheck_jax.format.fingerprint import combine
+from adacheck_jax.processes.meetings import Exchange
+from adacheck_jax.processes.messages import Report
 from adacheck_jax.publish import plan, reading, records, weights
 from adacheck_jax.publish.reading import VersionReader
 from adacheck_jax.publish.records import Base, Claim, Leaves, ParentVersion, Stored, Version
@@ -31,7 +46,7 @@ class Published:
         sequence: its place in the root's sequence.
         changed: number of words whose bits changed; all of them without a parent.
         words: number of words.
-        delta_bytes: bytes of the delta; 0 if there is none.
+        delta_bytes: bytes of the deltas of all shares; 0 if there is none.
         record_bytes: bytes of the version's record.
         base_bytes: bytes of the base that was written with it; 0 if none was.
     """
@@ -45,31 +60,52 @@ class Published:
     base_bytes: int
 
 
+@dataclass(slots=True)
+class NewVersion:
+    """A version that is to be written.
+
+    Attributes:
+        version: the caller's number.
+        weights: this process's share.
+        sums: its contribution to the fingerprint of each leaf, taken before it was copied. Of
+            several processes the shares may be others than those of the weights.
+        together: exchange of the processes about it.
+    """
+
+    version: int
+    weights: Weights
+    sums: Sequence[int]
+    together: Exchange
+
+
 class Writer:
-    """The owner of a root.
+    """The owner of a root, or of several processes one of its owners.
 
     Args:
         root: the root.
         mine: the claim on it.
+        share: number of the share that this process writes.
         base_every: largest number of versions between bases.
-        keep_versions: number of the newest versions that stay readable; None for all.
+        keep: number of the newest versions that stay readable; None for all.
 
     Attributes:
         last: the newest version that counts; None if there is none.
     """
 
-    def __init__(self, root: Root, mine: Claim, base_every: int, keep_versions: int | None) -> None:
-        self._root, self._mine = root, mine
-        self._base_every, self._keep_versions = base_every, keep_versions
+    def __init__(
+        self, root: Root, mine: Claim, *, share: int, base_every: int, keep: int | None
+    ) -> None:
+        self._root, self._mine, self._share = root, mine, share
+        self._base_every, self._keep_versions = base_every, keep
         self._reader = VersionReader(root)
         found = self._reader.versions(self._reader.sequences())
         self.last = found[max(found)] if found else None
         self._next = mine.first
         self._weights: Weights | None = None
+        self._leaves, self._leaves_checksum = Leaves((), 0), ""
         self._since_base, self._since_base_bytes = 0, 0
-        self._clear()
 
-    def _clear(self) -> None:
+    def clear(self) -> None:
         """Deletes what a publisher before this one began and did not end."""
         self._root.clear_temporary()
         kept = {VERSIONS: self._root.numbers(VERSIONS), BASES: self._root.numbers(BASES)}
@@ -77,55 +113,95 @@ class Writer:
             if sequence not in kept[kind] and epoch < self._mine.epoch:
                 self._root.delete(place)
 
-    def write(self, version: int, made: Weights, sums: Sequence[int]) -> Published:
+    def write(self, new: NewVersion) -> Published:
         """Writes one version, and a base if one is due; prunes.
+
+        All processes call this, with the same version.
 
         Raises:
             StorageError: it cannot be written, or another publisher has taken over.
+            MismatchError: its elements changed since they were fingerprinted, or the processes do
+                not publish the same.
         """
+        with self._owning():
+            return self._written(new)
+
+    @contextlib.contextmanager
+    def _owning(self) -> Iterator[None]:
+        """Tells as its cause that a newer publisher cleared what this one was writing."""
         try:
-            return self._written(version, made, sums)
-        except FileNotFoundError:  # a newer publisher clears what this one was writing
+            yield
+        except FileNotFoundError:
             check_owner(self._root, self._mine)
             raise
 
-    def _written(self, version: int, made: Weights, sums: Sequence[int]) -> Published:
-        before, last = self._before(made.leaves), self.last
-        words = sum(each.size for each in made.words.values())
-        if before is None or last is None:
-            parent, leaves = None, self._described(made.leaves)
-            data, changed = b"", 0
-        else:
-            parent = ParentVersion(last.sequence, last.checksum)
-            leaves = last.leaves
-            data, changed = weights.encode(before, made)
-        epoch = self._mine.epoch
-        record = Version(self._next, epoch, version, parent, leaves, (*sums,), None, changed)
-        known = self._committed(record, data, made)
-        has_base = parent is None
-        if parent is not None:
+    def _written(self, new: NewVersion) -> Published:
+        made, is_following = new.weights, self._follows(new)
+        before, data, changed = self._weights, b"", 0
+        if is_following and before is not None:
+            data, changed = weights.encode(before, made, self._share)
+        while (known := self._recorded(new, data, changed, is_following=is_following)) is None:
+            self._next += 1  # that one is of a publisher that did not know yet that it had to stop
+        self.last, self._weights, self._next = known, made, known.sequence + 1
+        has_base = not is_following
+        if is_following:
             self._since_base += 1
-            self._since_base_bytes += len(data)
-            has_base = self._write_due_base(known, made)
+            self._since_base_bytes += known.delta_bytes
+            nbytes = made.leaves.nbytes
+            if plan.base_is_due(self._since_base, self._since_base_bytes, nbytes, self._base_every):
+                has_base = self._write_due_base(new, known)
         if has_base:
-            self._prune()
+            self._since_base, self._since_base_bytes = 0, 0
+        words = sum(each.nbytes // each.word_bytes for each in made.leaves.leaves)
         return Published(
-            version=version,
+            version=new.version,
             sequence=known.sequence,
-            changed=words if parent is None else changed,
+            changed=known.changed if is_following else words,
             words=words,
-            delta_bytes=len(data),
+            delta_bytes=known.delta_bytes,
             record_bytes=len(records.encode(known)),
             base_bytes=made.leaves.nbytes if has_base else 0,
         )
 
-    def _before(self, leaves: Leaves) -> Weights | None:
-        """Weights of the newest version, if it has these leaves; else one begins with a base."""
+    def _follows(self, new: NewVersion) -> bool:
+        """True if the version is a delta from the last one, in all processes; else a base."""
+        leaves = new.weights.leaves
+        if leaves != self._leaves:
+            self._leaves = leaves
+            self._leaves_checksum = records.sealed(leaves, self._root)[1].checksum
+        sums = None
         if self._weights is None and self.last is not None:
             self._weights = self._read_back(self.last, leaves)
-        if self._weights is None or self._weights.leaves != leaves:
-            return None
-        return self._weights
+            sums = None if self._weights is None else self._weights.fingerprints()
+        has_them = self._weights is not None and self._weights.leaves == leaves
+        own = {
+            "version": new.version,
+            "leaves": self._leaves_checksum,
+            "last": self.last.checksum if self.last is not None and has_them else "",
+            "sums": sums,
+        }
+        answer = new.together.turn(own, self._judged)
+        self._next = answer["next"]
+        return answer["follows"]
+
+    def _judged(self, reports: Sequence[Report]) -> Report:
+        """Process 0's decision on how a version begins, by the reports of all processes."""
+        for name in ("version", "leaves"):
+            if len(found := {each[name] for each in reports}) > 1:
+                raise MismatchError(
+                    f"{self._root}: expected the same {name} in all processes, found "
+                    f"{listed(sorted(map(str, found)))}: not published. Publish the same versions "
+                    "of the same params in all processes, in the same order."
+                )
+        follows = {each["last"] for each in reports} == {self.last.checksum if self.last else None}
+        read = [each["sums"] for each in reports if each["sums"] is not None]
+        if follows and self.last is not None and read:
+            try:
+                reading.check(self.last, self._leaves, _combined(read), self._root)
+            except IntegrityError as error:
+                _log.warning("Publishing goes on with a base: %s", error)
+                follows = False
+        return {"follows": follows, "next": self._next}
 
     def _read_back(self, last: Version, leaves: Leaves) -> Weights | None:
         """Weights that a publisher before this one wrote last, if they can be read."""
@@ -135,74 +211,125 @@ class Writer:
                 raise IntegrityError(f"{self._root}: the newest version cannot be reached.")
             if self._reader.leaves(last) != leaves:
                 return None
-            found, _ = self._reader.load(route, None)
-            reading.check(last, leaves, found.fingerprints(), self._root)
+            found, _ = self._reader.load(route, None, [self._share])
         except (FormatError, IntegrityError, GoneError) as error:
             _log.warning("Publishing goes on with a base: %s", error)
             return None
         self._since_base = len(route.deltas)
-        stored = (each.delta for each in route.deltas)
-        self._since_base_bytes = sum(each.nbytes for each in stored if each is not None)
+        self._since_base_bytes = sum(each.delta_bytes for each in route.deltas)
         return found
 
-    def _described(self, leaves: Leaves) -> str:
-        """Checksum of the record of the leaves, which is written if it is not there."""
-        checksum = records.sealed(leaves, self._root)[1].checksum
+    def _recorded(
+        self, new: NewVersion, data: bytes, changed: int, *, is_following: bool
+    ) -> Version | None:
+        """Writes a version under the next number; None if there is a record of that number."""
+        delta, parts = None, list[Stored]()
+        if data:
+            place = self._root.delta_at(self._next, self._mine.epoch, self._share)
+            delta = self._root.store(place, data)
+        if not is_following:
+            parts = self._stored_parts(self._next, new.weights)
+        own = {
+            "sums": [*new.sums],
+            "copied": new.weights.fingerprints(),
+            "delta": None if delta is None else dataclasses.asdict(delta),
+            "changed": changed,
+            "parts": [dataclasses.asdict(each) for each in parts],
+        }
+
+        def judged(reports: Sequence[Report]) -> Report:
+            with named(self._root, f"version {new.version}"), self._owning():
+                record = self._write_record(new.version, reports, is_following=is_following)
+                return {"record": None if record is None else records.encode(record).decode()}
+
+        found = new.together.turn(own, judged)["record"]
+        return None if found is None else records.decode(found.encode(), Version, self._root)
+
+    def _write_record(
+        self, version: int, reports: Sequence[Report], *, is_following: bool
+    ) -> Version | None:
+        """Writes the record of a version whose shares all processes have stored.
+
+        Raises:
+            MismatchError: elements changed while they were copied.
+        """
+        sums, leaves, last = _combined([x["copied"] for x in reports]), self._leaves, self.last
+        seen = zip(leaves.leaves, sums, _combined([x["sums"] for x in reports]), strict=True)
+        if wrong := [leaf.path for leaf, copied, before in seen if copied != before]:
+            raise MismatchError(
+                f"{self._root}: expected params that stay as they are until version {version} is "
+                f"written, found that {listed(wrong, 5)} changed: not published. Call wait() "
+                "before you change memory of numpy's that they lie in."
+            )
+        parent = None
+        if is_following and last is not None:
+            parent = ParentVersion(last.sequence, last.checksum)
+        record = Version(
+            sequence=self._next,
+            epoch=self._mine.epoch,
+            version=version,
+            parent=parent,
+            leaves=self._leaves_checksum if parent is None or last is None else last.leaves,
+            fingerprints=(*sums,),
+            deltas=tuple(_stored(x["delta"]) for x in reports) if parent else (),
+            changed=sum(each["changed"] for each in reports),
+        )
+        try:
+            if parent is None:
+                self._describe(leaves)
+                self._write_base(records.sealed(record, self._root)[1], reports)
+            record = self._root.write(VERSIONS, record)
+        except FileExistsError:
+            check_owner(self._root, self._mine)
+            return None
+        check_owner(self._root, self._mine)
+        if parent is None:
+            self._prune()
+        return record
+
+    def _describe(self, leaves: Leaves) -> None:
+        """Writes the record of the leaves, if it is not there."""
         try:
             self._root.write(LEAVES, leaves)
         except FileExistsError:
             try:
-                self._root.read(LEAVES, checksum, Leaves)
+                self._root.read(LEAVES, self._leaves_checksum, Leaves)
             except (FormatError, IntegrityError):
-                self._root.delete(self._root.record_at(LEAVES, checksum))
-                return self._described(leaves)
-        return checksum
+                self._root.delete(self._root.record_at(LEAVES, self._leaves_checksum))
+                self._describe(leaves)
 
-    def _committed(self, made: Version, data: bytes, own: Weights) -> Version:
-        """Writes a version under the next sequence number that is free."""
-        while True:
-            try:
-                known = self._write_version(replace(made, sequence=self._next), data, own)
-                break
-            except FileExistsError:  # of a publisher that did not know yet that it had to stop
-                check_owner(self._root, self._mine)
-                self._next += 1
-        check_owner(self._root, self._mine)
-        self.last, self._weights, self._next = known, own, self._next + 1
-        return known
+    def _write_due_base(self, new: NewVersion, known: Version) -> bool:
+        """Writes a base of a version; False if that is left to a later one."""
+        parts = self._stored_parts(known.sequence, new.weights)
+        own = {"parts": [dataclasses.asdict(each) for each in parts]}
 
-    def _write_version(self, record: Version, data: bytes, own: Weights) -> Version:
-        """Writes what a version needs, and then its record."""
-        if data:
-            place = self._root.delta_at(record.sequence, record.epoch)
-            record = replace(record, delta=self._root.store(place, data))
-        if record.parent is None:
-            sealed = records.sealed(record, self._root)[1]
-            self._write_base(sealed, own)
-        return self._root.write(VERSIONS, record)
+        def judged(reports: Sequence[Report]) -> Report:
+            with named(self._root, f"the base of version {new.version}"), self._owning():
+                try:
+                    self._write_base(known, reports)
+                except FileExistsError as error:  # of a publisher that has stopped
+                    _log.warning("The next version tries to write the base: %s", error)
+                    return {"is_written": False}
+                self._prune()
+                return {"is_written": True}
 
-    def _write_due_base(self, known: Version, own: Weights) -> bool:
-        """Writes a base if one is due; True if it did."""
-        since, since_bytes = self._since_base, self._since_base_bytes
-        if not plan.base_is_due(since, since_bytes, own.leaves.nbytes, self._base_every):
-            return False
-        try:
-            self._write_base(known, own)
-        except FileExistsError as error:  # of a publisher that has stopped: one comes later
-            _log.warning("The next version tries to write the base: %s", error)
-            return False
-        return True
+        return new.together.turn(own, judged)["is_written"]
 
-    def _write_base(self, record: Version, own: Weights) -> None:
+    def _stored_parts(self, sequence: int, own: Weights) -> list[Stored]:
+        """Writes this process's share of a base."""
+
         def write(number: int) -> Stored:
-            place = self._root.part_at(record.sequence, record.epoch, number)
-            return self._root.store(place, own.part(number))
+            place = self._root.part_at(sequence, self._mine.epoch, self._share, number)
+            return self._root.store(place, own.part(self._share, number))
 
         with ThreadPoolExecutor(_THREADS) as threads:
-            parts = tuple(threads.map(write, range(weights.part_count(own.leaves))))
+            return [*threads.map(write, range(weights.part_count(own.leaves, self._share)))]
+
+    def _write_base(self, record: Version, reports: Sequence[Report]) -> None:
+        """Writes the record of a base of which all processes have stored their parts."""
+        parts = tuple(tuple(filter(None, map(_stored, each["parts"]))) for each in reports)
         check_owner(self._root, self._mine)  # who takes over deletes parts without a record
         self._root.write(BASES, Base(record.sequence, record.epoch, record.checksum, parts))
-        self._since_base, self._since_base_bytes = 0, 0
 
     def _prune(self) -> None:
         """Deletes what is too old: records first, so that nobody begins to read it."""
@@ -217,3 +344,25 @@ class Writer:
         for _, sequence, _, place in self._root.payloads():
             if sequence < first:
                 self._root.delete(place)
+
+
+@contextlib.contextmanager
+def named(root: Root, what: str) -> Iterator[None]:
+    """Tells errors of the operating system as a StorageError."""
+    try:
+        yield
+    except (OSError, GoneError) as error:
+        raise StorageError(
+            f"{root}: expected to write {what}, found: {first_line(error)}. Versions that "
+            "followers can see are whole. Make room or mend the storage, and publish the next one."
+        ) from error
+
+
+def _combined(contributions: Sequence[Sequence[int]]) -> list[int]:
+    """Fingerprints of the leaves, of the contributions of all processes."""
+    return [*map(combine, zip(*contributions, strict=True))]
+
+
+def _stored(body: Any) -> Stored | None:
+    """Bytes under a key, as a process reported them."""
+    return None if body is None else manifest_records.record(Stored, body)

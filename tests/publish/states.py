@@ -43,6 +43,22 @@ class Training:
         return tree if mesh is None else jax.device_put(tree, shardings(mesh))
 
 
+MOVING = {"cut": (66, 32), "large": (2048, 1200), "one": (7,), "scalar": (), "small": (16, 8)}
+"""Shapes of the leaves of :func:`moving`; the large one is cut among processes that all hold it."""
+
+
+def moving(version: int) -> dict[str, np.ndarray]:
+    """The weights of a version: a twentieth of the elements move from one to the next."""
+    found = {}
+    for n, (name, shape) in enumerate(MOVING.items()):
+        array = np.asarray(np.random.default_rng(n).standard_normal(shape, np.float32))
+        for each in range(version):
+            is_moved = np.random.default_rng([n, each]).random(shape) < 0.05
+            array = np.where(is_moved, array + np.float32(1e-3), array)
+        found[name] = np.asarray(array).astype(jnp.bfloat16 if n % 2 else np.float32)
+    return found
+
+
 def nested(leaves: dict[str, Any]) -> dict[str, Any]:
     kernel, bias = leaves["layer/kernel"], leaves["layer/bias"]
     layer = {"kernel": kernel, "bias": bias}

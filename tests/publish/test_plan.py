@@ -7,7 +7,7 @@ from adacheck_jax.publish.records import Base, Claim, ParentVersion, Version
 def known(sequence: int, parent: int | None, epoch: int = 0, name: str = "") -> Version:
     """A version whose checksum is its number, and a name where two have the same."""
     link = None if parent is None else ParentVersion(parent, f"{parent}")
-    return Version(sequence, epoch, sequence, link, "", (), None, 0, checksum=f"{sequence}{name}")
+    return Version(sequence, epoch, sequence, link, "", (), (), 0, checksum=f"{sequence}{name}")
 
 
 def base(sequence: int, of: str | None = None) -> Base:

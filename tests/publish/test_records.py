@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 
 from adacheck_jax.errors import FormatError, IntegrityError
+from adacheck_jax.format.manifest import Grid
 from adacheck_jax.format.manifest_json import MAX_CONTAINERS, checksum_of
 from adacheck_jax.publish import records
 from adacheck_jax.publish.records import (
@@ -26,10 +27,16 @@ from adacheck_jax.publish.root import VERSIONS, Root
 STORED = Stored(12, "0" * 32)
 RECORDS = [
     Claim(3, 17, "text"),
-    Leaves((PublishedLeaf("a", (3, 0), "bfloat16"), PublishedLeaf("b/c", (), "float32"))),
-    Version(4, 3, 17, ParentVersion(2, "a" * 64), "b" * 64, (1, 2**64 - 1), STORED, 5),
-    Version(4, 3, 17, None, "b" * 64, (), None, 0),
-    Base(4, 3, "c" * 64, (STORED, STORED)),
+    Leaves(
+        (
+            PublishedLeaf("a", (3, 0), "bfloat16", Grid(((0, 2, 3), (0,)), (0, 1))),
+            PublishedLeaf("b/c", (), "float32", Grid((), (1,))),
+        ),
+        2,
+    ),
+    Version(4, 3, 17, ParentVersion(2, "a" * 64), "b" * 64, (1, 2**64 - 1), (None, STORED), 5),
+    Version(4, 3, 17, None, "b" * 64, (), (), 0),
+    Base(4, 3, "c" * 64, ((STORED, STORED), ())),
 ]
 
 
@@ -57,6 +64,11 @@ def changed(record: Any, change: Callable[[dict[str, Any]], Any]) -> bytes:
     return json.dumps({**body, "checksum": checksum_of(body)}).encode()
 
 
+def leaf(shape: list[int], dtype: str, owner: int = 0) -> dict[str, Any]:
+    grid = {"cuts": [[0, n] if n else [0] for n in shape], "owners": [owner]}
+    return {"path": "a", "shape": shape, "dtype": dtype, "grid": grid}
+
+
 @pytest.mark.parametrize(
     ("number", "fields"),
     [
@@ -66,22 +78,28 @@ def changed(record: Any, change: Callable[[dict[str, Any]], Any]) -> bytes:
         (0, {"token": 3}),
         (0, {"token": "\ud800"}),
         (0, {"kind": "base"}),
-        (1, {"leaves": [{"path": "a", "shape": [3], "dtype": "object"}]}),
-        (1, {"leaves": [{"path": "a", "shape": [2**40, 2**40], "dtype": "int8"}]}),
-        (1, {"leaves": [{"path": "a", "shape": [2**40, 2**40, 0], "dtype": "int8"}]}),
-        (1, {"leaves": [{"path": "a", "shape": [1] * 33, "dtype": "int8"}]}),
-        (1, {"leaves": [{"path": "a", "shape": [], "dtype": "int8"}] * 2}),
+        (1, {"leaves": [leaf([3], "object")]}),
+        (1, {"leaves": [leaf([2**40, 2**40], "int8")]}),
+        (1, {"leaves": [leaf([2**40, 2**40, 0], "int8")]}),
+        (1, {"leaves": [leaf([1] * 33, "int8")]}),
+        (1, {"leaves": [leaf([], "int8")] * 2}),
         (1, {"leaves": {}}),
+        (1, {"leaves": [leaf([4], "int8") | {"shape": [5]}]}),
+        (1, {"leaves": [leaf([4], "int8", owner=2)]}),
+        (1, {"leaves": [leaf([4], "int8") | {"grid": {"cuts": [[0, 4]], "owners": []}}]}),
+        (1, {"shares": 0}),
+        (1, {"shares": 2**40}),
         (2, {"fingerprints": "0" * 17}),
         (2, {"fingerprints": ["0" * 16]}),
         (2, {"leaves": "../" * 21 + "b"}),
         (2, {"parent": None}),
         (2, {"parent": {"sequence": 4, "checksum": "a" * 64}}),
         (2, {"parent": {"sequence": 3, "checksum": "a"}}),
-        (2, {"delta": {"nbytes": 2**61, "digest": "0" * 32}}),
-        (2, {"delta": {"nbytes": 1, "digest": "/" * 32}}),
+        (2, {"deltas": [{"nbytes": 2**61, "digest": "0" * 32}]}),
+        (2, {"deltas": [{"nbytes": 1, "digest": "/" * 32}]}),
         (2, {"changed": True}),
-        (4, {"parts": [{"nbytes": 2**27, "digest": "0" * 32}]}),
+        (4, {"parts": [[{"nbytes": 2**27, "digest": "0" * 32}]]}),
+        (4, {"parts": [{"nbytes": 1, "digest": "0" * 32}]}),
         (4, {"parts": None}),
     ],
 )
@@ -94,7 +112,7 @@ def test_fields_without_a_meaning_are_refused(number, fields):
 def test_other_versions_and_changed_bytes_are_told_apart():
     record = RECORDS[2]
     other = changed(record, lambda body: body.update({"format": 1}))
-    with pytest.raises(FormatError, match="format version 2, found 1"):
+    with pytest.raises(FormatError, match="format version 3, found 1"):
         records.decode(other, Version, "here")
     data = records.encode(record).replace(b'"version":17', b'"version":18')
     with pytest.raises(IntegrityError, match="checksum"):
@@ -110,7 +128,7 @@ def test_other_versions_and_changed_bytes_are_told_apart():
         b"[]",
         b"{}",
         b'{"checksum": 1}',
-        b'{"format": 2, "format": 2, "checksum": ""}',
+        b'{"format": 3, "format": 3, "checksum": ""}',
         b"[" * 100_000,
         b"\xff\xfe",
         b"[" * (MAX_CONTAINERS + 1),

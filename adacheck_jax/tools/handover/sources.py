@@ -170,7 +170,8 @@ def version_source(root: AnyPath, version: int | None) -> Iterator[Source]:
         kept = [x.version for x in reader.versions(reader.sequences()).values()]
         version = numbered(kept, version, root)
     _, weights, _ = read_version(Root(root), version)
-    arrays = {x.path: y for x, y in zip(weights.leaves.leaves, weights.arrays, strict=True)}
+    named = enumerate(weights.leaves.leaves)
+    arrays = {each.path: weights.block(i, Box.full(each.shape)) for i, each in named}
     elements = [*arrays.values()]
     yield Source(
         number=version,

@@ -1,0 +1,103 @@
+"""Publishes sharded params together with other processes, and says what was published.
+
+Modes: ``publish`` versions, of which each process writes its share; ``refused``, where one process
+cannot write; ``differing``, where one publishes another version; ``taken_over`` by a later one.
+"""
+
+from __future__ import annotations
+
+from tests.one_process import own  # isort: skip
+
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import pytest
+from jax.sharding import NamedSharding, PartitionSpec
+
+from adacheck_jax.errors import MismatchError, StorageError
+from adacheck_jax.publish import Publisher
+from adacheck_jax.publish.root import Root
+from tests.publish.states import moving
+
+
+def params(version: int) -> dict[str, Any]:
+    """The weights of a version on all devices; of ``one`` each process has its own."""
+    mesh = jax.make_mesh((own.processes, own.devices), ("x", "y"))
+    specs = {"cut": PartitionSpec("x", "y"), "small": PartitionSpec("y"), "one": None}
+    found = {}
+    for name, array in moving(version).items():
+        if (spec := specs.get(name, PartitionSpec())) is None:
+            found[name] = jnp.asarray(array)
+            continue
+        placed = NamedSharding(mesh, spec)
+        found[name] = jax.make_array_from_callback(array.shape, placed, lambda i, x=array: x[i])
+    return found
+
+
+def publish() -> None:
+    """Publishes versions, takes the root over from itself, and goes on."""
+    for first in (0, 5):
+        with Publisher(own.root, base_every=3, keep_versions=4) as publisher:
+            assert publisher.version == (first - 1 if first else None)
+            for version in range(first, first + 5):
+                given = params(version)
+                publisher.publish(given, version=version)
+                for array in given.values():
+                    array.delete()  # as a train step that is given them does
+            report = publisher.wait()
+            assert report is not None
+            assert report.version == first + 4
+            assert report.sequence == first + 4
+
+
+def refused() -> None:
+    """One process cannot write a version: all are told, and the next one is published."""
+    store = Root.store
+
+    def full(*_: Any) -> Any:
+        raise OSError(28, "No space left on device")
+
+    with Publisher(own.root) as publisher:
+        publisher.publish(params(0), version=0, wait=True)
+        if own.process == 1:
+            Root.store = full  # type: ignore[method-assign]
+        publisher.publish(params(1), version=1)
+        publisher.publish(params(2), version=2)
+        with pytest.raises(StorageError, match="No space"):
+            publisher.wait()
+        assert publisher.version == 0
+        Root.store = store  # type: ignore[method-assign]
+        publisher.publish(params(3), version=3, wait=True)
+        with pytest.raises(MismatchError, match="without leaves"):
+            publisher.publish({} if own.process == 0 else params(4), version=4, wait=True)
+        publisher.publish(params(5), version=5, wait=True)
+
+
+def differing() -> None:
+    """One process publishes another version: none is published."""
+    with Publisher(own.root) as publisher:
+        publisher.publish(params(0), version=0, wait=True)
+        match = "expected the same version in all processes, found 1, 2"
+        with pytest.raises(MismatchError, match=match):
+            publisher.publish(params(1), version=1 + own.process, wait=True)
+        publisher.publish(params(1), version=1, wait=True)
+
+
+def taken_over() -> None:
+    """Another publisher takes the root over: all learn it, and for good."""
+    with Publisher(own.root) as publisher:
+        publisher.publish(params(0), version=0, wait=True)
+        with Publisher(own.root) as other:
+            other.publish(params(1), version=1, wait=True)
+            for version in (1, 2):
+                with pytest.raises(StorageError, match="has taken it over"):
+                    publisher.publish(params(version), version=version, wait=True)
+            other.publish(params(2), version=2, wait=True)
+
+
+if __name__ == "__main__":
+    modes = (publish, refused, differing, taken_over)
+    {mode.__name__: mode for mode in modes}[own.mode]()
+    Path(f"{own.out}-{own.process}").write_text("done")
