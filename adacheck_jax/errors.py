@@ -44,6 +44,7 @@ __all__ = [
     "ReplicaError",
     "StepDeletedError",
     "StorageError",
+    "TakenOverError",
 ]
 
 

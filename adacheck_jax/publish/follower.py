@@ -6,10 +6,12 @@
 
 from __future__ import annotations
 
+import functools
 import logging
+import math
 import threading
 import time
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -26,6 +28,9 @@ from adacheck_jax.errors import (
 )
 from adacheck_jax.format.boxes import Box
 from adacheck_jax.format.one_process import OneProcess
+from adacheck_jax.processes import run
+from adacheck_jax.processes.meetings import ALONE, Exchange
+from adacheck_jax.processes.messages import Report
 from adacheck_jax.publish import reading
 from adacheck_jax.publish.plan import Route
 from adacheck_jax.publish.reading import VersionReader
@@ -53,6 +58,9 @@ class Follower:
         poll_s: time between two looks at the root while a version is waited for. In an object store
             each look is a request.
 
+    Of several processes all make one, and call its methods alike: process 0 looks at the root, and
+    all take the version that it finds, or none does. Each has all weights in host memory.
+
     Attributes:
         version: number of the version that is held; None before the first.
         bases_read: number of times that it began with a base: once, and again whenever it fell
@@ -60,16 +68,11 @@ class Follower:
         problem: the last thing that it found damaged or could not read; empty if nothing was.
 
     Raises:
-        MismatchError: a leaf is no abstract array, or the program has several processes.
+        MismatchError: a leaf is no abstract array.
         StorageError: the root is a URL of an unknown kind.
     """
 
     def __init__(self, root: str | AnyPath, abstract_params: Any, *, poll_s: float = 0.1) -> None:
-        if jax.process_count() > 1:  # each may find another version, and all must take one
-            raise MismatchError(
-                f"expected a program of one process, found {jax.process_count()}. Follow in a "
-                "program of its own on each host."
-            )
         self._root = Root(root)
         self._reader = VersionReader(self._root)
         self._targets = _Targets(abstract_params)
@@ -81,6 +84,7 @@ class Follower:
         self._trouble = ""
         self._lock = threading.RLock()
         self._process = OneProcess("a Follower")
+        self._past = ALONE  # exchange of the update before
         self.version: int | None = None
         self.bases_read = 0
 
@@ -131,21 +135,31 @@ class Follower:
             MismatchError: other params were published, or the root is that of something else.
         """
         end_s = None if timeout_s is None else time.monotonic() + timeout_s
+        is_alone = jax.process_count() == 1
+        look = self._look
+        if not is_alone:  # process 0 looks and pauses, and the others wait for it
+            look = functools.partial(self._look_until, version, end_s)
         while True:
+            found = False
             try:
-                self.update()
+                found = self._advance(look)
             except StorageError as error:
                 self._trouble = str(error)
             if self.version is not None and self.version >= version:
                 return self.params
-            rest_s = self._poll_s if end_s is None else min(self._poll_s, end_s - time.monotonic())
-            if rest_s <= 0:
+            rest_s = self._rest_s(end_s)
+            if rest_s <= 0 if is_alone else not found:
                 raise LineageError(
                     f"{self._root}: expected version {version} within {timeout_s} seconds, found "
                     f"{'none' if self.version is None else self.version}. Look after the publisher."
                     f"{self.problem and ' ' + self.problem}"
                 )
-            time.sleep(rest_s)
+            if is_alone:
+                time.sleep(rest_s)
+
+    def _rest_s(self, end_s: float | None) -> float:
+        """Seconds until the next look."""
+        return self._poll_s if end_s is None else min(self._poll_s, end_s - time.monotonic())
 
     def __iter__(self) -> Iterator[tuple[int, Any]]:
         while True:
@@ -154,7 +168,6 @@ class Follower:
             assert self.version is not None
             yield self.version, params
 
-    @jax_settings.own(x64=True)
     def update(self) -> bool:
         """Looks once for newer versions, and takes the newest that proves right.
 
@@ -167,21 +180,62 @@ class Follower:
             StorageError: the root cannot be read now.
             MismatchError: other params were published, or the root is that of something else.
         """
+        return self._advance(self._look)
+
+    def _advance(self, look: Callable[[], Route | None]) -> bool:
+        """As :meth:`update`, to the version that process 0 finds by a look."""
         self._process.enter()
-        with self._lock:
-            self._trouble = ""
-            for _ in range(_VANISHED):
-                route = self._reader.route(self._have if self._weights is not None else None)
-                if route is None or not self._is_newer(route):
-                    return False
-                try:
-                    self._take(route)
-                    return True
-                except GoneError as error:
-                    _log.info("Published weights were pruned while they were read: %s", error)
-                except (FormatError, IntegrityError):
-                    continue  # refused by the reader from now on, which finds another way
+        with self._lock, jax_settings.own(x64=True):
+            return self._advanced(look)
+
+    def _advanced(self, look: Callable[[], Route | None]) -> bool:
+        self._trouble, past = "", self._past
+        self._past = together = run.exchange(f"{self._root}: follower", is_save=False)
+        together = together.within(math.inf)
+        for _ in range(_VANISHED):
+            route: Route | None = None
+
+            def judged(reports: Sequence[Report]) -> Report:
+                nonlocal route
+                self._reader.refused.update(key for each in reports for key in each["refused"])
+                route = look()
+                return {"end": None if route is None else route.end.sequence}
+
+            end = together.turn({"refused": [*self._reader.refused]}, judged)["end"]
+            past.forget()  # all have ended it
+            if end is None:
+                return False
+            try:
+                self._take(end, route, together)
+                return True
+            except GoneError as error:
+                _log.info("Published weights were pruned while they were read: %s", error)
+            except (FormatError, IntegrityError):
+                continue  # refused by the reader from now on, which finds another way
         return False
+
+    @property
+    def _start(self) -> Version | None:
+        """The version in hand, if there are whole weights to go on from."""
+        return self._have if self._weights is not None else None
+
+    def _look(self) -> Route | None:
+        """The way to a newer version, after one look at the root."""
+        route = self._reader.route(self._start)
+        return route if route is not None and self._is_newer(route) else None
+
+    def _look_until(self, version: int, end_s: float | None) -> Route | None:
+        """The way to a newer version, after as many looks as one that is waited for has time."""
+        while True:
+            try:
+                if (route := self._look()) is not None:
+                    return route
+            except StorageError as error:
+                self._trouble = str(error)
+            is_there = self.version is not None and self.version >= version
+            if is_there or (rest_s := self._rest_s(end_s)) <= 0:
+                return None
+            time.sleep(rest_s)
 
     def _is_newer(self, route: Route) -> bool:
         if self._have is None:
@@ -197,16 +251,36 @@ class Follower:
             return False
         return end.sequence != have.sequence
 
-    def _take(self, route: Route) -> None:
-        """Reads, places and verifies a version, and holds it if it is right."""
-        leaves = self._reader.leaves_at(route)
-        self._targets.check(leaves, self._root)
-        loaded, changes = self._reader.load(route, None if route.base else self._weights)
-        former = None if route.base else self._have
-        self._weights = None  # its words have changed, and are not known to be right
-        changed = loaded.changed(changes) if former else range(len(leaves.leaves))
+    def _take(self, end: int, route: Route | None, together: Exchange) -> None:
+        """Reads, places and verifies a version, and holds it if it is right.
+
+        Raises:
+            GoneError: something was pruned meanwhile, for one of the processes.
+            FormatError, IntegrityError: something is damaged, and refused from now on.
+        """
+        found: tuple[Weights, list[WeightChange]] | None = None
+        wrong: Exception = GoneError(f"{self._root}: another process could not read its part")
+        with together.telling("read published weights"):
+            try:
+                if together.index:
+                    route = self._reader.route(self._start, end)
+                if route is not None and route.end.sequence == end:
+                    leaves = self._reader.leaves_at(route)
+                    self._targets.check(leaves, self._root)
+                    found = self._reader.load(route, None if route.base else self._weights)
+            except (GoneError, FormatError, IntegrityError) as error:
+                wrong = error
+        own = {"is_read": found is not None, "by_base": route is None or route.base is not None}
+        answer = together.turn(own, _by_all)
+        if not together.is_alone or found is not None:
+            self._weights = None  # its words may have changed, and are not known to be right
+        if found is None or route is None or not answer["is_read"]:
+            raise wrong
+        loaded, changes = found
+        former = None if answer["by_base"] else self._have
+        indices = loaded.changed(changes) if former else range(len(loaded.leaves.leaves))
         try:
-            made = self._verified(route.end, loaded, changed, former)
+            made = self._verified(route.end, loaded, indices, former)
         except IntegrityError as error:
             self._reader.refuse(route, error)
             raise
@@ -277,6 +351,14 @@ class Follower:
                 words = self._weights.block(index, Box.full(leaf.shape)).reshape(-1)
                 found[leaf.path] = positions, words.view(f"u{leaf.word_bytes}")[positions]
             return found
+
+
+def _by_all(reports: Sequence[Report]) -> Report:
+    """Whether all processes have read a version, and one of them from a base."""
+    return {
+        "is_read": all(each["is_read"] for each in reports),
+        "by_base": any(each["by_base"] for each in reports),
+    }
 
 
 class _Targets:

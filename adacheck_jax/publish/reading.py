@@ -34,6 +34,7 @@ class VersionReader:
 
     Attributes:
         problem: the last thing that was found damaged; empty if nothing was.
+        refused: checksums of versions, and names of bases, that are damaged.
     """
 
     def __init__(self, root: Root) -> None:
@@ -41,7 +42,7 @@ class VersionReader:
         self.problem = ""
         self._claims: tuple[Claim, ...] = ()
         self._leaves: dict[str, Leaves] = {}
-        self._refused: set[str] = set()
+        self.refused: set[str] = set()
         self._gone: set[str] = set()
         self._stuck: tuple[list[int], list[int]] | None = None
         self._again_s = 0.0
@@ -86,7 +87,7 @@ class VersionReader:
     def bases(self) -> list[Base]:
         """Bases that can be read and were not refused."""
         found = self._readable(BASES, Base, self.root.numbers(BASES))
-        return [each for each in found if _base_key(each) not in self._refused]
+        return [each for each in found if _base_key(each) not in self.refused]
 
     def route(self, have: Version | None, last: int | None = None) -> Route | None:
         """The way to the newest version that can be reached, and is newer than the one in hand.
@@ -103,7 +104,7 @@ class VersionReader:
             return None
         if have is not None:
             after = self.versions([each for each in sequences if each > first])
-            deltas = plan.onwards(have, after.values(), self._refused)
+            deltas = plan.onwards(have, after.values(), self.refused)
             if deltas and deltas[-1].sequence == max(after):
                 return Route(None, have, deltas)
         listing = (sequences, self.root.numbers(BASES))
@@ -111,9 +112,9 @@ class VersionReader:
             return None  # nothing came since no way was found
         every = self.versions(sequences)
         bases = [each for each in self.bases() if each.sequence <= newest]
-        ways = [plan.from_base(bases, every, self._refused)]
+        ways = [plan.from_base(bases, every, self.refused)]
         if have is not None:  # of two ways that end alike the first is taken
-            ways.insert(0, Route(None, have, plan.onwards(have, every.values(), self._refused)))
+            ways.insert(0, Route(None, have, plan.onwards(have, every.values(), self.refused)))
         ahead = [each for each in ways if each and each.end.sequence > first]
         found = max(ahead, key=lambda each: each.end.sequence, default=None)
         self._stuck = listing if found is None else None
@@ -235,7 +236,7 @@ class VersionReader:
         self._refuse(_last_step(route), error)
 
     def _refuse(self, key: str, error: Exception) -> None:
-        self._refused.add(key)
+        self.refused.add(key)
         self._note(error)
 
 

@@ -1,24 +1,27 @@
 """Publishes sharded params together with other processes, and says what was published.
 
 Modes: ``publish`` versions, of which each process writes its share; ``refused``, where one process
-cannot write; ``differing``, where one publishes another version; ``taken_over`` by a later one.
+cannot write; ``differing``, where one publishes another version; ``taken_over`` by a later one;
+``follow`` what is published; ``endless`` versions.
 """
 
 from __future__ import annotations
 
 from tests.one_process import own  # isort: skip
 
+import itertools
 from pathlib import Path
 from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import pytest
 from jax.sharding import NamedSharding, PartitionSpec
 
-from adacheck_jax.errors import MismatchError, StorageError
-from adacheck_jax.publish import Publisher
-from adacheck_jax.publish.root import Root
+from adacheck_jax.errors import IntegrityError, LineageError, MismatchError, StorageError
+from adacheck_jax.publish import Follower, Publisher
+from adacheck_jax.publish.root import GoneError, Root
 from tests.publish.states import moving
 
 
@@ -97,7 +100,68 @@ def taken_over() -> None:
             other.publish(params(2), version=2, wait=True)
 
 
+def expect(params: dict[str, Any], version: int) -> None:
+    """Compares what this process has of some params with those of a version."""
+    wanted = moving(version)
+    for name, array in params.items():
+        for shard in array.addressable_shards:
+            assert np.asarray(shard.data).tobytes() == wanted[name][shard.index].tobytes(), name
+
+
+def follow() -> None:
+    """All follow on another mesh, also where one of them cannot read something."""
+    mesh, load = jax.make_mesh((own.devices, own.processes), ("x", "y")), Root.load
+    failing = list[Exception]()
+
+    def loading(root: Root, place: Any, stored: Any) -> bytes:
+        if failing:
+            raise failing.pop()
+        return load(root, place, stored)
+
+    Root.load = loading  # type: ignore[method-assign]
+    specs = {"cut": PartitionSpec("y"), "large": PartitionSpec(None, "y")}
+    kinds = {
+        name: jax.ShapeDtypeStruct(
+            x.shape, x.dtype, sharding=NamedSharding(mesh, specs.get(name, PartitionSpec()))
+        )
+        for name, x in moving(0).items()
+    }
+    follower = Follower(own.root, kinds, poll_s=0.01)
+    assert not follower.update()
+    with Publisher(own.root, base_every=3) as publisher:
+        for version in range(3):
+            publisher.publish(params(version), version=version, wait=version != 1)
+            expect(follower.wait_for(version, timeout_s=100), version)
+            assert follower.version == version
+        with pytest.raises(LineageError, match=r"version 9 within 0\.1 seconds, found 2"):
+            follower.wait_for(9, timeout_s=0.1)
+        for array in follower.params.values():
+            array.delete()
+        expect(follower.params, 2)
+        assert follower.bases_read == 1
+        if own.process == 1:
+            failing += [GoneError("pruned")]  # once, so another look finds it
+        publisher.publish(params(3), version=3, wait=True)  # with a base
+        expect(follower.latest(), 3)
+        assert follower.bases_read == 2
+        publisher.publish(params(4), version=4, wait=True)
+        if own.process == 1:
+            failing += [IntegrityError("damaged"), IntegrityError("damaged")]
+        expect(follower.latest(), 3)
+        assert not failing
+        for version in (5, 6):
+            publisher.publish(params(version), version=version, wait=True)
+        expect(follower.wait_for(6, timeout_s=100), 6)
+
+
+def endless() -> None:
+    """Publishes versions until it is killed."""
+    publisher = Publisher(own.root, base_every=3, keep_versions=4)
+    for version in itertools.count((publisher.version or 0) + 1):
+        publisher.publish(params(version), version=version)
+
+
 if __name__ == "__main__":
-    modes = (publish, refused, differing, taken_over)
+    modes = (publish, refused, differing, taken_over, follow, endless)
     {mode.__name__: mode for mode in modes}[own.mode]()
     Path(f"{own.out}-{own.process}").write_text("done")

@@ -9,13 +9,15 @@ import numpy as np
 import pytest
 
 from adacheck_jax.publish import Follower, Publisher
-from tests.processes import launch
+from tests.processes import launch, start
 from tests.publish.states import bits, moving
+
+WORKER = "tests.publish.sharing_worker"
 
 
 def together(mode: str, processes: int, root: Path, devices: int = 1) -> None:
     """Runs all processes to their end."""
-    launch(mode, processes, root, root.parent / "out", devices, "tests.publish.sharing_worker")
+    launch(mode, processes, root, root.parent / "out", devices, WORKER)
     for process in range(processes):
         assert Path(f"{root.parent / 'out'}-{process}").read_text() == "done"
 
@@ -59,3 +61,28 @@ def test_what_one_process_cannot_do_none_does(mode, last, tmp_path):
     late = follower(root)
     assert bits(late.latest()) == bits(moving(last))
     assert late.version == last
+
+
+@pytest.mark.slow
+def test_all_processes_follow_to_the_same_version(tmp_path):
+    together("follow", 2, tmp_path / "weights", 2)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("first", [0, 1])
+def test_a_killed_process_leaves_no_mixed_version(first, tmp_path):
+    root, wanted = tmp_path / "weights", 0
+    lasting = follower(root)
+    for run in range(3):
+        processes = start("endless", 2, root, tmp_path / f"out-{run}", 1, WORKER)
+        wanted += 4
+        lasting.wait_for(wanted, timeout_s=100)
+        for number in (first, 1 - first):
+            process = processes[number].process
+            process.kill()  # the second one may have ended by the error of the first
+            process.join()
+        for each in (lasting, follower(root)):
+            assert bits(each.latest()) == bits(moving(each.version or 0))
+            assert (each.version or 0) >= wanted
+            assert not each.problem
+        wanted = lasting.version or 0
