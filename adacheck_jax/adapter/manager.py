@@ -88,20 +88,30 @@ def checkpoint_manager(
     expect_options("checkpoint_manager", handler)
     place, usual = directories.root_path(root), NEWEST if options is None else None
     options = options or ocp.CheckpointManagerOptions()
-    if twice := {item, "metrics"} & {*(items or {})}:
-        raise ValueError(
-            f"expected items beside {item!r}, which is the state, and the metrics, found "
-            f"{sorted(twice)}. Leave them out: metrics go to manager.save(..., metrics=...)."
-        )
     own, found = handler_and_options(place, recorder, options, handler, max_to_keep, usual)
-    format_ = options.step_name_format
-    step = format_.build_name(0) if format_ else options.step_prefix or ""
-    directories.expect_names(place, step, [item, *(items or {})])
+    _expect_items(place, options, item, items or {})
     handlers = own if items is None else {item: own, **items}
     made = AdaCheckManager(own, place, item_handlers=handlers, options=found, metadata=metadata)
     if not (found.read_only or made.all_steps()):  # a restore that comes first it would hold up
         xla_call.begin()
     return made
+
+
+def _expect_items(
+    place: epath.Path,
+    options: ocp.CheckpointManagerOptions,
+    item: str,
+    beside: Mapping[str, ocp.CheckpointHandler],
+) -> None:
+    """Raises a ValueError where items have names that are taken, or that no directory can have."""
+    if twice := {item, "metrics"} & {*beside}:
+        raise ValueError(
+            f"expected items beside {item!r}, which is the state, and the metrics, found "
+            f"{sorted(twice)}. Leave them out: metrics go to manager.save(..., metrics=...)."
+        )
+    format_ = options.step_name_format
+    step = format_.build_name(0) if format_ else options.step_prefix or ""
+    directories.expect_names(place, step, [item, *beside])
 
 
 def handler_and_options(

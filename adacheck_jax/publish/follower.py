@@ -11,19 +11,17 @@ import logging
 import math
 import threading
 import time
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 
-from adacheck_jax.device import fingerprint, jax_settings, transfer, trees
+from adacheck_jax.device import fingerprint, jax_settings
 from adacheck_jax.errors import (
     FormatError,
     IntegrityError,
     LineageError,
-    MismatchError,
     StorageError,
 )
 from adacheck_jax.format.boxes import Box
@@ -32,9 +30,10 @@ from adacheck_jax.processes import run
 from adacheck_jax.processes.meetings import ALONE, Exchange
 from adacheck_jax.processes.messages import Report
 from adacheck_jax.publish import reading
+from adacheck_jax.publish.followed_params import FollowedParams
 from adacheck_jax.publish.plan import Route
 from adacheck_jax.publish.reading import VersionReader
-from adacheck_jax.publish.records import Leaves, Version
+from adacheck_jax.publish.records import Version
 from adacheck_jax.publish.root import GoneError, Root
 from adacheck_jax.publish.weights import WeightChange, Weights
 from adacheck_jax.store.storage.location import AnyPath
@@ -75,7 +74,7 @@ class Follower:
     def __init__(self, root: str | AnyPath, abstract_params: Any, *, poll_s: float = 0.1) -> None:
         self._root = Root(root)
         self._reader = VersionReader(self._root)
-        self._targets = _Targets(abstract_params)
+        self._wanted = FollowedParams(abstract_params)
         self._poll_s = poll_s
         self._have: Version | None = None
         self._weights: Weights | None = None
@@ -108,7 +107,7 @@ class Follower:
         self._process.enter()
         with self._lock:
             self._heal()
-            return self._targets.tree(self._arrays)
+            return self._wanted.tree(self._arrays)
 
     def latest(self) -> Any:
         """The params of the newest version that proves right, after one look at the root.
@@ -266,13 +265,13 @@ class Follower:
                     route = self._reader.route(self._start, end)
                 if route is not None and route.end.sequence == end:
                     leaves = self._reader.leaves_at(route)
-                    self._targets.check(leaves, self._root)
+                    self._wanted.check(leaves, self._root)
                     found = self._reader.load(route, None if route.base else self._weights)
             except (GoneError, FormatError, IntegrityError) as error:
                 wrong = error
         own = {"is_read": found is not None, "by_base": route is None or route.base is not None}
         answer = together.turn(own, _by_all)
-        if not together.is_alone or found is not None:
+        if found is not None:
             self._weights = None  # its words may have changed, and are not known to be right
         if found is None or route is None or not answer["is_read"]:
             raise wrong
@@ -305,13 +304,13 @@ class Follower:
             IntegrityError: a leaf is not as it was published.
         """
         leaves = weights.leaves.leaves
-        arrays = self._targets.placed(weights, indices)
+        arrays = self._wanted.placed(weights, indices)
         found = [0] * len(leaves) if former is None else [*former.fingerprints]
         for index, total in fingerprint.of_leaves(arrays).items():
             found[index] = total
         reading.check(version, weights.leaves, found, self._root)
         paths = {index: leaves[index].path for index in arrays}
-        return {paths[i]: self._targets.cast(paths[i], array) for i, array in arrays.items()}
+        return {paths[i]: self._wanted.cast(paths[i], array) for i, array in arrays.items()}
 
     @jax_settings.own(x64=True)
     def _heal(self) -> None:
@@ -359,83 +358,3 @@ def _by_all(reports: Sequence[Report]) -> Report:
         "is_read": all(each["is_read"] for each in reports),
         "by_base": any(each["by_base"] for each in reports),
     }
-
-
-class _Targets:
-    """The params that a follower wants.
-
-    Args:
-        abstract_params: abstract arrays, or arrays, of the wanted shapes, data types and shardings;
-            without a sharding they go to the first device.
-
-    Raises:
-        MismatchError: a leaf is no array.
-    """
-
-    def __init__(self, abstract_params: Any) -> None:
-        named, self._treedef = trees.flatten(abstract_params)
-        self.wanted = {path: _abstract(path, leaf) for path, leaf in named.items()}
-
-    def check(self, leaves: Leaves, where: object) -> None:
-        """Compares what is wanted with what was published: paths, shapes and kinds of numbers.
-
-        Raises:
-            MismatchError: they differ.
-        """
-        published = {each.path: each.dtype for each in leaves.leaves}
-
-        def described(path: str, dtype: str, shape: Sequence[int]) -> str:
-            own = published.get(path, dtype)
-            return f"{own if trees.is_same_kind(dtype, own) else dtype}{[*shape]}"
-
-        trees.check_same_leaves(
-            {each.path: described(each.path, each.dtype, each.shape) for each in leaves.leaves},
-            {path: described(path, str(x.dtype), x.shape) for path, x in self.wanted.items()},
-            where=f"{where}: published params, and those to follow them",
-            remedy="Follow with the params' own paths and shapes, and types of their kinds.",
-            words=("published", "asked for"),
-        )
-
-    def placed(self, weights: Weights, indices: Collection[int]) -> dict[int, jax.Array]:
-        """Some leaves on their devices, in the data types that they were published in."""
-        chosen, kinds = [*indices], []
-        for index in chosen:
-            leaf = weights.leaves.leaves[index]
-            sharding = self.wanted[leaf.path].sharding
-            kinds.append(jax.ShapeDtypeStruct(leaf.shape, np.dtype(leaf.dtype), sharding=sharding))
-        # Copies: on CPU devices the arrays live in the memory that they are given.
-        made = transfer.place_all(kinds, lambda i, box: np.array(weights.block(chosen[i], box)))
-        return dict(zip(chosen, made, strict=True))
-
-    def cast(self, path: str, array: jax.Array) -> jax.Array:
-        """An array in the data type that is wanted.
-
-        Raises:
-            MismatchError: integers do not fit into it.
-        """
-        wanted = self.wanted[path]
-        if array.dtype == wanted.dtype:
-            return array
-        transfer.expect_fitting({path: (array, wanted.dtype)}, "published params")
-        return jax.device_put(array.astype(wanted.dtype), wanted.sharding)
-
-    def tree(self, leaves: Mapping[str, jax.Array]) -> Any:
-        """The pytree of the params.
-
-        Args:
-            leaves: arrays by leaf path.
-        """
-        return trees.unflatten(self._treedef, [leaves[path] for path in self.wanted])
-
-
-def _abstract(path: str, leaf: Any) -> jax.ShapeDtypeStruct:
-    shape, dtype = getattr(leaf, "shape", None), getattr(leaf, "dtype", None)
-    if shape is None or dtype is None or jnp.issubdtype(dtype, jax.dtypes.prng_key):
-        raise MismatchError(
-            f"{path}: expected an abstract array of numbers, found {type(leaf).__name__}. Give "
-            "jax.ShapeDtypeStruct with a sharding for each leaf."
-        )
-    sharding = getattr(leaf, "sharding", None)
-    if sharding is None:
-        sharding = jax.sharding.SingleDeviceSharding(jax.devices()[0])
-    return jax.ShapeDtypeStruct(tuple(shape), dtype, sharding=sharding)

@@ -10,28 +10,23 @@ from __future__ import annotations
 import concurrent.futures
 import functools
 import threading
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any
 
 import jax
-import numpy as np
 
-from adacheck_jax.device import jax_settings, transfer, trees
-from adacheck_jax.device.fingerprint import Contributions, accounted
-from adacheck_jax.device.ownership import share_out
-from adacheck_jax.device.primary import grid_of
-from adacheck_jax.device.sharding import distinct_boxes, layout_of_array
+from adacheck_jax.device import jax_settings, transfer
+from adacheck_jax.device.fingerprint import Contributions
 from adacheck_jax.errors import Closing, MismatchError, StorageError, TakenOverError
-from adacheck_jax.format.boxes import Box, cuts_of, grid
-from adacheck_jax.format.manifest import ITEMSIZES_BYTES, Grid
 from adacheck_jax.format.one_process import OneProcess
 from adacheck_jax.processes import run
 from adacheck_jax.processes.meetings import Exchange
 from adacheck_jax.processes.messages import Report
+from adacheck_jax.publish import published_params as published
 from adacheck_jax.publish import records
 from adacheck_jax.publish import root as roots
-from adacheck_jax.publish.records import Claim, Leaves, PublishedLeaf
+from adacheck_jax.publish.records import Claim, Leaves
 from adacheck_jax.publish.root import Root
 from adacheck_jax.publish.weights import Weights
 from adacheck_jax.publish.writing import NewVersion, Published, Writer, named
@@ -103,7 +98,7 @@ class Publisher(Closing):
         self._process.enter()
         self._lock = threading.RLock()
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="adacheck_publish")
-        self._jobs: list[tuple[Future[Published], Exchange]] = []  # versions on their way
+        self._jobs: list[Future[Published]] = []  # versions on their way
         self._taken_over: TakenOverError | None = None
         self._published: Published | None = None
         self._is_closed = False
@@ -138,8 +133,7 @@ class Publisher(Closing):
         with self._lock:
             together = run.exchange(f"{self._root}: version", is_save=False)
             with together.telling(f"publish version {version}", _KINDS):
-                job = self._begun(state, version, together)
-            self._jobs.append((job, together))
+                self._jobs.append(self._begun(state, version, together))
             self._latest = version
             if wait:
                 self.wait()
@@ -155,20 +149,10 @@ class Publisher(Closing):
                 f"{self._root}: expected a version above {self._latest}, found {version!r}: "
                 "versions only go up. Give the number of the step."
             )
-        params = _params_of(state, self._params_path)
-        arrays = dict(enumerate(params.values()))
-        for path, array in params.items():
-            _expect_numbers(path, array)
-        grids = _grids(arrays)
-        leaves = Leaves(
-            tuple(
-                PublishedLeaf(path, tuple(array.shape), str(array.dtype), each)
-                for (path, array), each in zip(params.items(), grids, strict=True)
-            ),
-            shares=jax.process_count(),
-        )
+        params = published.params_of(state, self._params_path)
+        leaves, arrays = published.described(params), dict(enumerate(params.values()))
         self._await(_WAITING)
-        picks, whole_picks = _picks(arrays, grids, together)
+        picks, whole_picks = published.picks_of(arrays, leaves, together.index)
         staged = transfer.Staged(arrays, picks).begin()
         contributions = Contributions(arrays, picks, whole_picks, staged=staged)
         staged.wait()
@@ -223,8 +207,7 @@ class Publisher(Closing):
         if self._process.is_elsewhere:
             return
         with self.closing() as in_haste, self._lock:
-            jobs = [job for job, _ in self._jobs]
-            late = concurrent.futures.wait(jobs, _HASTE_S if in_haste else None).not_done
+            late = concurrent.futures.wait(self._jobs, _HASTE_S if in_haste else None).not_done
             try:
                 if late:
                     raise StorageError(
@@ -245,74 +228,14 @@ class Publisher(Closing):
         if self._is_closed:
             raise StorageError(f"{self._root}: expected an open publisher, found a closed one.")
         is_alone = jax.process_count() == 1
-        while self._jobs and (len(self._jobs) > most or (is_alone and self._jobs[0][0].done())):
+        while self._jobs and (len(self._jobs) > most or (is_alone and self._jobs[0].done())):
             try:
-                self._published = self._jobs.pop(0)[0].result()
+                self._published = self._jobs.pop(0).result()
             except Exception as error:
-                self._give_up(error)
+                concurrent.futures.wait(self._jobs)
+                self._jobs.clear()
+                last = self._writer.last
+                self._latest = -1 if last is None else last.version
+                if isinstance(error, TakenOverError):
+                    self._taken_over = error
                 raise
-
-    def _give_up(self, error: Exception) -> None:
-        """Lets go of the versions behind one that could not be written."""
-        for job, together in self._jobs:
-            if job.cancel():  # another process may have begun it
-                together.fail(error, "write the version before it", _KINDS)
-        concurrent.futures.wait([job for job, _ in self._jobs if not job.cancelled()])
-        self._jobs.clear()
-        last = self._writer.last
-        self._latest = -1 if last is None else last.version
-        if isinstance(error, TakenOverError):
-            self._taken_over = error
-
-
-def _params_of(state: Any, params_path: str | None) -> dict[str, Any]:
-    """The params of a state by leaf path, in the order of the paths."""
-    named = trees.flatten(state)[0]
-    if params_path is not None:
-        start = f"{params_path}/"
-        inside = {x.removeprefix(start): y for x, y in named.items() if x.startswith(start)}
-        if not inside:
-            raise MismatchError(
-                f"params_path: expected leaves below {start}, found none among {len(named)}: "
-                f"{', '.join([*named][:5])}. Give the leaf path of the params."
-            )
-        named = inside
-    if not named:
-        raise MismatchError("expected params, found a tree without leaves.")
-    return {path: named[path] for path in sorted(named)}
-
-
-def _expect_numbers(path: str, array: Any) -> None:
-    dtype = str(getattr(array, "dtype", ""))
-    if not isinstance(array, jax.Array | np.ndarray) or dtype not in ITEMSIZES_BYTES:
-        raise MismatchError(
-            f"{path}: expected an array of numbers, found {type(array).__name__} {dtype}. Publish "
-            "params alone: no keys, no Python numbers."
-        )
-
-
-def _grids(arrays: Mapping[int, Any]) -> list[Grid]:
-    """The boxes that each process publishes; a process alone publishes whole arrays."""
-    if jax.process_count() > 1:
-        layouts = [layout_of_array(array) for array in arrays.values()]
-        itemsizes_bytes = [array.dtype.itemsize for array in arrays.values()]
-        return share_out(layouts, itemsizes_bytes, frozenset())
-    shapes = [tuple(array.shape) for array in arrays.values()]
-    return [Grid(cuts_of([Box.full(shape)], shape), (0,)) for shape in shapes]
-
-
-def _picks(
-    arrays: Mapping[int, Any], grids: Sequence[Grid], together: Exchange
-) -> tuple[dict[int, tuple[transfer.Pick, ...]], dict[int, tuple[transfer.Pick, ...]]]:
-    """The boxes that this process copies, and whole shards for fingerprints on devices."""
-    ranks = grid_of(arrays.values()).ranks(0)  # of all leaves the same replica
-    picks, whole_picks = dict[int, tuple[transfer.Pick, ...]](), {}
-    for i, array in arrays.items():
-        cuts, boxes = layout_of_array(array).cuts, distinct_boxes(array)
-        if not together.is_alone:
-            pairs = zip(grid(grids[i].cuts), grids[i].owners, strict=True)
-            boxes = [box for box, owner in pairs if owner == together.index]
-        picks[i] = whole_picks[i] = transfer.picks_of(array, boxes, ranks)
-        if not together.is_alone and grids[i].cuts != cuts:
-            whole_picks[i] = transfer.picks_of(array, accounted(array, together.index), ranks)
-    return picks, whole_picks

@@ -180,9 +180,7 @@ class Writer:
             "last": self.last.checksum if self.last is not None and has_them else "",
             "sums": sums,
         }
-        answer = new.together.turn(own, self._judged)
-        self._next = answer["next"]
-        return answer["follows"]
+        return new.together.turn(own, self._judged)["follows"]
 
     def _judged(self, reports: Sequence[Report]) -> Report:
         """Process 0's decision on how a version begins, by the reports of all processes."""
@@ -201,7 +199,7 @@ class Writer:
             except IntegrityError as error:
                 _log.warning("Publishing goes on with a base: %s", error)
                 follows = False
-        return {"follows": follows, "next": self._next}
+        return {"follows": follows}
 
     def _read_back(self, last: Version, leaves: Leaves) -> Weights | None:
         """Weights that a publisher before this one wrote last, if they can be read."""

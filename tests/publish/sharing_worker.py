@@ -19,8 +19,10 @@ import numpy as np
 import pytest
 from jax.sharding import NamedSharding, PartitionSpec
 
+from adacheck_jax.device import fingerprint
 from adacheck_jax.errors import IntegrityError, LineageError, MismatchError, StorageError
 from adacheck_jax.publish import Follower, Publisher
+from adacheck_jax.publish.reading import VersionReader
 from adacheck_jax.publish.root import GoneError, Root
 from tests.publish.states import moving
 
@@ -40,7 +42,12 @@ def params(version: int) -> dict[str, Any]:
 
 
 def publish() -> None:
-    """Publishes versions, takes the root over from itself, and goes on."""
+    """Publishes versions, takes the root over from itself, and goes on.
+
+    Of several devices each fingerprints what it has, as accelerators do.
+    """
+    if own.devices > 1:
+        fingerprint.hashes_on_device = lambda array: isinstance(array, jax.Array)
     for first in (0, 5):
         with Publisher(own.root, base_every=3, keep_versions=4) as publisher:
             assert publisher.version == (first - 1 if first else None)
@@ -111,14 +118,20 @@ def expect(params: dict[str, Any], version: int) -> None:
 def follow() -> None:
     """All follow on another mesh, also where one of them cannot read something."""
     mesh, load = jax.make_mesh((own.devices, own.processes), ("x", "y")), Root.load
-    failing = list[Exception]()
+    failing, loads = list[Exception](), list[Any]()
+    routed, is_late = VersionReader.route, list[bool]()
 
     def loading(root: Root, place: Any, stored: Any) -> bytes:
+        loads.append(place)
         if failing:
             raise failing.pop()
         return load(root, place, stored)
 
+    def routing(reader: VersionReader, have: Any, last: Any = None) -> Any:
+        return routed(reader, None if is_late and is_late.pop() else have, last)
+
     Root.load = loading  # type: ignore[method-assign]
+    VersionReader.route = routing  # type: ignore[method-assign]
     specs = {"cut": PartitionSpec("y"), "large": PartitionSpec(None, "y")}
     kinds = {
         name: jax.ShapeDtypeStruct(
@@ -147,11 +160,17 @@ def follow() -> None:
         publisher.publish(params(4), version=4, wait=True)
         if own.process == 1:
             failing += [IntegrityError("damaged"), IntegrityError("damaged")]
+        loads.clear()
         expect(follower.latest(), 3)
         assert not failing
+        assert len(loads) < 10, "all refuse what one has refused"
         for version in (5, 6):
             publisher.publish(params(version), version=version, wait=True)
         expect(follower.wait_for(6, timeout_s=100), 6)
+        publisher.publish(params(7), version=7, wait=True)
+        if own.process == 1:
+            is_late.append(True)  # a look that finds no way but from a base
+        expect(follower.latest(), 7)
 
 
 def endless() -> None:

@@ -313,6 +313,22 @@ def test_weights_that_do_not_have_their_fingerprints_are_not_served(tmp_path, mo
     assert bits(follower.latest()) == known[3]
 
 
+def test_a_publisher_goes_on_with_a_base_where_what_it_read_back_is_wrong(tmp_path, monkeypatch):
+    training, apply = Training(), Weights.apply
+    published(tmp_path, 3, training)
+    follower = Follower(tmp_path, abstract())
+
+    def wrong(self: Any, changes: Any) -> None:
+        apply(self, changes)
+        self.words[0, 2][3] ^= 1
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Weights, "apply", wrong)
+        known = published(tmp_path, 1, training)
+    assert bits(follower.latest()) == known[3]
+    assert not follower.problem
+
+
 def test_what_vanishes_under_a_follower_makes_it_begin_at_a_base(tmp_path, monkeypatch):
     training, follower = Training(), Follower(tmp_path, abstract())
     published(tmp_path, 1, training)
@@ -487,6 +503,12 @@ def test_a_delta_larger_than_its_leaves_can_have_is_not_read(tmp_path, monkeypat
     follower.latest()
     assert follower.version == 0
     assert "found one of 1125899906842624 bytes" in follower.problem
+    record = dataclasses.replace(known[1], deltas=(*known[1].deltas, None))
+    (tmp_path / "versions" / f"{1:012}").write_bytes(records.encode(record))
+    late = Follower(tmp_path, abstract())
+    late.latest()
+    assert late.version == 0
+    assert "expected a delta of each of 1 shares, found 2" in late.problem
 
 
 def test_a_record_of_another_place_is_refused(tmp_path):

@@ -304,9 +304,9 @@ def test_what_a_first_base_is_written_from_is_looked_at_and_not_what_was_copied_
 def test_params_that_change_while_they_are_published_are_named(tmp_path, monkeypatch):
     buffer, is_changed = memory_of(SMALL, 1), True
 
-    def weights(leaves: Any, inner: Any = publisher.Weights) -> Any:
+    def weights(*arguments: Any, inner: Any = publisher.Weights) -> Any:
         buffer[:] = 2 if is_changed else buffer
-        return inner(leaves)
+        return inner(*arguments)
 
     monkeypatch.setattr(publisher, "Weights", weights)
     with adacheck.publish.Publisher(tmp_path) as own:
