@@ -9,7 +9,7 @@ from __future__ import annotations
 import dataclasses
 import logging
 import math
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from collections.abc import Set as AbstractSet
 
 import jax
@@ -291,7 +291,7 @@ class ShadowState(Followed):
     ) -> None:
         self._fold = fold
         self._received: OfBoxes = {}
-        self.has_room_for_copy = size_of(fold, journal) + fold.size_bytes() <= most_bytes
+        self.has_room_for_copy = size_of(fold, journal) + fold.copy_bytes <= most_bytes
         pieces = update.pieces
         assert pieces is not None
         self._taken = [i for i in pieces.leaves if i not in pieces.computed]
@@ -418,12 +418,12 @@ class ShadowState(Followed):
     ) -> None:
         """Goes over the copy: to another step's elements."""
         if self.journal is None:  # else it has put them beside those of the step before
-            self._put(self._taken, blocks)
+            self._put(self._taken if updates else filter(self._fold.holds, self._taken), blocks)
         if updates:
             self._fold.advance(updates, done=self.journal.note if self.journal else None)
         self._put(sorted(self.update.stored.union(after)), blocks)
 
-    def _put(self, leaves: Sequence[int], blocks: Mapping[int, Blocks]) -> None:
+    def _put(self, leaves: Iterable[int], blocks: Mapping[int, Blocks]) -> None:
         for i in leaves:
             if i in blocks and (own := blocks[i]):
                 self._fold.put(i, own)
@@ -483,6 +483,8 @@ def fold_of(
                 domains, copies = (peers.domains, peers.copies) if peers is not None else ((), 0)
                 held = holdings.held_of(structure, pieces, domains, copies)
         boxes = {i: held.boxes(i) for i in range(len(leaves))}
-        return HostFold(pieces, boxes, len(structure.bindings), update.arithmetic), held
+        passing = () if is_kept else structure.arguments[2]
+        args = pieces, boxes, len(structure.bindings), update.arithmetic, passing
+        return HostFold(*args), held
     except UnfitError as error:
         return str(error)

@@ -80,27 +80,32 @@ def test_every_step_has_the_bits_of_training(name, dtype, monkeypatch):
     monkeypatch.setattr(host_fold, "CHUNK_ELEMENTS", 256)  # several chunks, and some with padding
     states, update = trained(OPTIMIZERS[name](), dtype, 5)
     structure = states[0].structure
+    params, inner, record, extra = structure.arguments
     touched = [i for each in structure.arguments for i in each]
     whole = {i: [Box.full(structure.leaves[i].shape)] for i in touched}
-    fold = HostFold(update.pieces, whole, 1, ARITHMETIC)
-    fold.allocate()
-    fold.compile()
-    for i in touched:
-        fold.put(i, blocks_of(states[0].arrays[i]))
-    params, inner, record, extra = structure.arguments
-    for state in states[1:]:
-        for i in (*record, *extra):
-            shape = state.arrays[i].shape
-            halves = tuple((0, n // 2, n) if n > 1 else (0, n) for n in shape)
-            fold.put(i, blocks_of(state.arrays[i], halves))
-        fold.advance((0,))
-        for i in (*params, *inner):
-            ((_, found),) = fold.blocks(i).items()
-            np.testing.assert_array_equal(
-                found.view(np.uint8) if found.ndim else found,
-                np.asarray(state.arrays[i]).view(np.uint8) if found.ndim else state.arrays[i],
-                structure.leaves[i].path,
-            )
+    kept = HostFold(update.pieces, whole, 1, ARITHMETIC)
+    passing = HostFold(update.pieces, whole, 1, ARITHMETIC, record)
+    record_bytes = sum(structure.leaves[i].nbytes for i in record if structure.leaves[i].shape)
+    assert kept.size_bytes() - passing.size_bytes() >= record_bytes
+    assert kept.copy_bytes == passing.copy_bytes
+    for fold in (kept, passing):
+        fold.allocate()
+        fold.compile()
+        for i in filter(fold.holds, touched):
+            fold.put(i, blocks_of(states[0].arrays[i]))
+        for number, state in enumerate(states[1:]):
+            for i in (*record, *extra):
+                shape = state.arrays[i].shape
+                halves = tuple((0, n // 2, n) if n > 1 else (0, n) for n in shape)
+                fold.put(i, blocks_of(state.arrays[i], halves if number % 2 else None))
+            fold.advance((0,))
+            for i in (*params, *inner):
+                ((_, found),) = fold.blocks(i).items()
+                np.testing.assert_array_equal(
+                    found.view(np.uint8) if found.ndim else found,
+                    np.asarray(state.arrays[i]).view(np.uint8) if found.ndim else state.arrays[i],
+                    structure.leaves[i].path,
+                )
 
 
 @pytest.mark.slow

@@ -5,11 +5,15 @@ chunk at a time by one small program. With each step a vector slides by one chun
 in turns, so that no chunk is overwritten before its successor is complete: a step that was stopped
 in the middle is gone on with, if it is known how many chunks are complete.
 
+Leaves that a step brings and that are not kept, such as the record, *pass*: they have no memory
+here, and are read where they lie, a chunk at a time.
+
 All work on a copy is done by one thread at a time; there is no lock.
 """
 
 from __future__ import annotations
 
+import bisect
 import contextlib
 import functools
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
@@ -44,7 +48,9 @@ class _Vector:
     elements: int  # in use, without padding
     chunk: int  # elements of a chunk
     slides: bool
+    passes: bool = False
     memory: np.ndarray = field(default_factory=lambda: np.empty(0))
+    given: dict[int, np.ndarray] = field(default_factory=dict)  # flat elements that pass, by place
     spare: int = 0  # chunks: one if it slides, all of them once more if it is put twice
     shift: int = 0  # first element in use
 
@@ -59,6 +65,8 @@ class _Vector:
 
     def size_bytes(self, *, twice: bool) -> int:
         """Bytes of the memory, aligned."""
+        if self.passes:
+            return 0
         size_bytes = (self.count + self.spared(twice=twice)) * self.chunk * self.dtype.itemsize
         return -(-size_bytes // _ALIGNMENT_BYTES) * _ALIGNMENT_BYTES
 
@@ -68,7 +76,18 @@ class _Vector:
 
     def part(self, start: int, size: int) -> np.ndarray:
         """Elements in use, counted from the first."""
-        return self.memory[self.shift + start : self.shift + start + size]
+        if not self.passes:
+            return self.memory[self.shift + start : self.shift + start + size]
+        places = [*self.given]  # ascending
+        first = max(bisect.bisect_right(places, start) - 1, 0)
+        whole = self.given[places[first]] if places else np.empty(0, self.dtype)
+        if places and start + size <= places[first] + whole.size:
+            return whole[start - places[first] :][:size]
+        made = np.zeros(size, self.dtype)  # of what is not given nothing is taken, as of padding
+        for place in places[first : bisect.bisect_left(places, start + size)]:
+            flat = self.given[place][max(start - place, 0) :][: start + size - max(start, place)]
+            made[max(place - start, 0) :][: flat.size] = flat
+        return made
 
 
 @dataclass(frozen=True, slots=True)
@@ -98,6 +117,13 @@ class _Work:
 class HostFold:
     """A copy of what updates compute in host memory, which each step moves on.
 
+    Args:
+        pieces: the update.
+        boxes: the boxes of each leaf.
+        recorder_count: number of recorders.
+        arithmetic: arithmetic of the devices.
+        passing: leaves that each update takes from what was put for it, and are not kept.
+
     Raises:
         UnfitError: leaves that are computed together are not held in the same boxes, or have
             elements of less than a byte.
@@ -109,6 +135,7 @@ class HostFold:
         boxes: Mapping[int, Sequence[Box]],
         recorder_count: int,
         arithmetic: Arithmetic,
+        passing: Collection[int] = (),
     ) -> None:
         self._pieces, self._recorder_count, self._arithmetic = pieces, recorder_count, arithmetic
         self._device = jax.local_devices(backend="cpu")[0]
@@ -133,7 +160,9 @@ class HostFold:
                 dtype = np.dtype(pieces.specs[role[0]].dtype)
                 if is_narrow(dtype):
                     raise UnfitError("the host keeps elements of less than a byte otherwise")
-                made[role] = _Vector(dtype, elements, chunk, role in batch.outputs)
+                slides = role in batch.outputs
+                passes = not slides and {*role} <= {*passing}
+                made[role] = _Vector(dtype, elements, chunk, slides, passes)
                 self._place(made[role], role, boxes)
             self._vectors += made.values()
             taken, outputs = ([made[x] for x in each] for each in (batch.taken, batch.outputs))
@@ -166,6 +195,11 @@ class HostFold:
     def size_bytes(self, *, twice: bool = False) -> int:
         """Host memory that the copy takes; see :meth:`allocate`."""
         return sum(each.size_bytes(twice=twice) for each in self._vectors)
+
+    @property
+    def copy_bytes(self) -> int:
+        """Bytes of a copy of all that an update takes and computes."""
+        return sum(each.elements * each.dtype.itemsize for each in self._vectors)
 
     def allocate(self, memory: np.ndarray | None = None) -> None:
         """Take the memory.
@@ -212,7 +246,8 @@ class HostFold:
     def put(self, leaf: int, blocks: Blocks) -> None:
         """Copy elements of a leaf into the memory; of a leaf that no update takes nothing.
 
-        The blocks have to cover the boxes of the copy.
+        The blocks have to cover the boxes of the copy. Those of a leaf that passes stay as they are
+        until the next update has ended.
         """
         if leaf in self._scalars:
             whole = np.empty_like(self._scalars[leaf])
@@ -226,6 +261,9 @@ class HostFold:
             return
         vector, places = self._places[leaf]
         for box, start in places:
+            if vector.passes:
+                vector.given[start] = _flat(box, blocks, vector.dtype)
+                continue
             fill(vector.part(start, box.size).reshape(box.shape), box, blocks)
 
     @property
@@ -252,8 +290,9 @@ class HostFold:
             self.put(i, blocks)
 
     def holds(self, leaf: int) -> bool:
-        """True if the copy has a leaf: one that the update takes or computes."""
-        return leaf in self._scalars or leaf in self._places
+        """True if the copy has a leaf: one that the update takes or computes, and does not pass."""
+        vector, _ = self._places.get(leaf, (None, ()))
+        return leaf in self._scalars or (vector is not None and not vector.passes)
 
     def blocks(self, leaf: int) -> Blocks:
         """Elements of a leaf, by box: views, until the next step."""
@@ -282,7 +321,12 @@ class HostFold:
                 stopped after that, the update can be begun again with that number.
         """
         of_scalars, *programs = self._programs
-        with self._settings():
+        passing = [each for each in self._vectors if each.passes]
+        for each in passing:
+            each.given = dict(sorted(each.given.items()))
+        with self._settings(), contextlib.ExitStack() as ends:
+            for each in passing:
+                ends.callback(each.given.clear)
             switches = update_program.switches(self._recorder_count, updates)
             results, values = jax.device_get(of_scalars(self._scalars, switches))
             complete = 0
@@ -301,6 +345,18 @@ class HostFold:
                 for each in work.computed:
                     each.shift = shift
         self._scalars.update(results)
+
+
+def _flat(box: Box, blocks: Blocks, dtype: np.dtype) -> np.ndarray:
+    """The elements of a box, one behind another: those of a block where it is one.
+
+    Raises:
+        UnfitError: the blocks do not cover the box.
+    """
+    block = blocks.get(box)
+    if block is None or not block.flags.c_contiguous:
+        fill(block := np.empty(box.shape, dtype), box, blocks)
+    return block.reshape(-1)
 
 
 def fill(target: np.ndarray, box: Box, blocks: Blocks) -> None:
