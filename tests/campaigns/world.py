@@ -8,6 +8,7 @@ import json
 import math
 import os
 import random
+import re
 import shutil
 import signal
 import subprocess
@@ -29,6 +30,8 @@ START_S, LIMIT_S = 180.0, 300.0
 """Longest silence before a life begins to train, and longest life."""
 _ENDED_BY_JAX = "JAX distributed service detected fatal errors"
 """What JAX prints before it ends a process by SIGABRT, since another one has died."""
+_REFUSED = re.compile(r"state that was trained, in ([^.]*)\.")
+"""Leaves of a step that was refused, in its error."""
 _TMPFS_BYTES, _TMPFS_INODES = 64 << 20, 4000
 PHASES = {
     "before": "before its share is written",
@@ -453,8 +456,11 @@ class World:
             if what in ("failed", "unsaved"):
                 failed = True
                 saved.discard(step)
-        if (unsaved := [words for words in self._lines[0] if words[0] == "unsaved"])[1:]:
-            self.tally.other.append(f"{self._name}: refused twice: {' '.join(unsaved[1])}")
+        unsaved = [" ".join(words) for words in self._lines[0] if words[0] == "unsaved"]
+        # A sample may miss an edit of another leaf; one that was found is stored from then on.
+        leaves = [_REFUSED.findall(each) for each in unsaved]
+        if len({*map(tuple, leaves)}) < len(leaves) or not all(leaves):
+            self.tally.other.append(f"{self._name}: refused twice: {unsaved[-1]}")
         self.tally.counts["edits found too late, and refused"] += len(unsaved)
         if is_clean and not failed and self._is_local and not self.profile.memory:
             self._judge_left()
