@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any, TypeAlias
 
 import jax
@@ -13,15 +14,33 @@ from adacheck_jax.device.fingerprint import accounted
 from adacheck_jax.device.ownership import share_out
 from adacheck_jax.device.primary import grid_of
 from adacheck_jax.device.sharding import distinct_boxes, layout_of_array
-from adacheck_jax.device.transfer import Pick
-from adacheck_jax.device.transfer import picks_of as _picks
+from adacheck_jax.device.transfer import Pick, picks_of
 from adacheck_jax.errors import MismatchError
 from adacheck_jax.format.boxes import Box, cuts_of
 from adacheck_jax.format.manifest import ITEMSIZES_BYTES, Grid
 from adacheck_jax.publish.records import Leaves, PublishedLeaf
 
+Kind = tuple[str, tuple[int, ...], str, Any]
+"""Path, shape, data type and sharding of a leaf."""
 Picks: TypeAlias = dict[int, tuple[Pick, ...]]
 """Boxes to take of each array, by leaf index."""
+
+
+@dataclass(frozen=True, slots=True)
+class PublishedShare:
+    """What a process publishes of params of some kinds.
+
+    Attributes:
+        kinds: the kinds.
+        leaves: the leaves, in shares.
+        picks: the boxes that it copies.
+        whole_picks: the whole shards that it fingerprints on devices.
+    """
+
+    kinds: Sequence[Kind]
+    leaves: Leaves
+    picks: Picks
+    whole_picks: Picks
 
 
 def params_of(state: Any, params_path: str | None) -> dict[str, Any]:
@@ -41,49 +60,41 @@ def params_of(state: Any, params_path: str | None) -> dict[str, Any]:
     return {path: named[path] for path in sorted(named)}
 
 
-def _expect_numbers(path: str, array: Any) -> None:
-    dtype = str(getattr(array, "dtype", ""))
-    if not isinstance(array, jax.Array | np.ndarray) or dtype not in ITEMSIZES_BYTES:
-        raise MismatchError(
-            f"{path}: expected an array of numbers, found {type(array).__name__} {dtype}. Publish "
-            "params alone: no keys, no Python numbers."
-        )
-
-
-def described(params: Mapping[str, Any]) -> Leaves:
-    """The leaves in shares, one a process; a process alone publishes whole arrays.
+def kinds_of(params: Mapping[str, Any]) -> list[Kind]:
+    """The kinds of all leaves.
 
     Raises:
         MismatchError: one is no array of numbers.
     """
+    found = list[Kind]()
     for path, array in params.items():
-        _expect_numbers(path, array)
-    arrays, count = [*params.values()], jax.process_count()
+        dtype = str(getattr(array, "dtype", ""))
+        if not isinstance(array, jax.Array | np.ndarray) or dtype not in ITEMSIZES_BYTES:
+            raise MismatchError(
+                f"{path}: expected an array of numbers, found {type(array).__name__} {dtype}. "
+                "Publish params alone: no keys, no Python numbers."
+            )
+        found.append((path, tuple(array.shape), dtype, getattr(array, "sharding", None)))
+    return found
+
+
+def share_of(kinds: Sequence[Kind], arrays: Sequence[Any], process: int) -> PublishedShare:
+    """The share of a process; one that is alone publishes whole arrays."""
+    layouts, count = [*map(layout_of_array, arrays)], jax.process_count()
+    grids = [Grid(cuts_of([Box.full(shape)], shape), (0,)) for _, shape, _, _ in kinds]
     if count > 1:
         itemsizes_bytes = [array.dtype.itemsize for array in arrays]
-        grids = share_out([*map(layout_of_array, arrays)], itemsizes_bytes, frozenset())
-    else:
-        shapes = [tuple(array.shape) for array in arrays]
-        grids = [Grid(cuts_of([Box.full(shape)], shape), (0,)) for shape in shapes]
-    leaves = (
-        PublishedLeaf(path, tuple(array.shape), str(array.dtype), each)
-        for (path, array), each in zip(params.items(), grids, strict=True)
-    )
-    return Leaves(tuple(leaves), count)
-
-
-def picks_of(arrays: Mapping[int, Any], leaves: Leaves, share: int) -> tuple[Picks, Picks]:
-    """The boxes that a process copies, and the whole shards that it fingerprints on devices."""
-    ranks = grid_of(arrays.values()).ranks(0)  # of all leaves the same replica
-    own: dict[int, list[Box]] = {i: [] for i in arrays}
-    for i, box in leaves.boxes[share]:
+        grids = share_out(layouts, itemsizes_bytes, frozenset())
+    pairs = zip(kinds, grids, strict=True)
+    leaves = Leaves(tuple(PublishedLeaf(*each[:3], grid) for each, grid in pairs), count)
+    ranks = grid_of(arrays).ranks(0)  # of all leaves the same replica
+    own: dict[int, list[Box]] = {i: [] for i in range(len(kinds))}
+    for i, box in leaves.boxes[process]:
         own[i].append(box)
     picks, whole_picks = Picks(), Picks()
-    for i, array in arrays.items():
-        if leaves.shares == 1:
-            picks[i] = whole_picks[i] = _picks(array, distinct_boxes(array), ranks)
-            continue
-        picks[i] = whole_picks[i] = _picks(array, own[i], ranks)
-        if leaves.leaves[i].grid.cuts != layout_of_array(array).cuts:
-            whole_picks[i] = _picks(array, accounted(array, share), ranks)
-    return picks, whole_picks
+    for i, array in enumerate(arrays):
+        boxes = own[i] if count > 1 else distinct_boxes(array)
+        picks[i] = whole_picks[i] = picks_of(array, boxes, ranks)
+        if count > 1 and grids[i].cuts != layouts[i].cuts:
+            whole_picks[i] = picks_of(array, accounted(array, process), ranks)
+    return PublishedShare(kinds, leaves, picks, whole_picks)

@@ -99,6 +99,7 @@ class Publisher(Closing):
         self._lock = threading.RLock()
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="adacheck_publish")
         self._jobs: list[Future[Published]] = []  # versions on their way
+        self._published_share: published.PublishedShare | None = None  # of the version before
         self._taken_over: TakenOverError | None = None
         self._published: Published | None = None
         self._is_closed = False
@@ -150,13 +151,16 @@ class Publisher(Closing):
                 "versions only go up. Give the number of the step."
             )
         params = published.params_of(state, self._params_path)
-        leaves, arrays = published.described(params), dict(enumerate(params.values()))
+        kinds, arrays = published.kinds_of(params), dict(enumerate(params.values()))
+        if (share := self._published_share) is None or share.kinds != kinds:
+            made = published.share_of(kinds, [*arrays.values()], together.index)
+            share = self._published_share = made
         self._await(_WAITING)
-        picks, whole_picks = published.picks_of(arrays, leaves, together.index)
-        staged = transfer.Staged(arrays, picks).begin()
-        contributions = Contributions(arrays, picks, whole_picks, staged=staged)
+        staged = transfer.Staged(arrays, share.picks).begin()
+        contributions = Contributions(arrays, share.picks, share.whole_picks, staged=staged)
         staged.wait()
-        return self._thread.submit(self._write, version, leaves, staged, contributions, together)
+        args = version, share.leaves, staged, contributions, together
+        return self._thread.submit(self._write, *args)
 
     def _write(
         self,
