@@ -345,7 +345,8 @@ class Follower:
                     "with a base. Take all params."
                 )
             found = {}
-            for index, positions in sorted(self._weights.changed(self._changes).items()):
+            for index, places in sorted(self._weights.changed(self._changes).items()):
+                positions = np.unique(np.concatenate(places))
                 leaf = self._weights.leaves.leaves[index]
                 words = self._weights.block(index, Box.full(leaf.shape)).reshape(-1)
                 found[leaf.path] = positions, words.view(f"u{leaf.word_bytes}")[positions]

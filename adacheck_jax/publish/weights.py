@@ -93,8 +93,8 @@ class Weights:
         for each in changes:
             self.words[each.share, each.width][each.positions] += each.steps
 
-    def changed(self, changes: Sequence[WeightChange]) -> dict[int, np.ndarray]:
-        """Ascending positions of the words that changed in each leaf, by its index."""
+    def changed(self, changes: Sequence[WeightChange]) -> dict[int, list[np.ndarray]]:
+        """Positions of the words that changed in each leaf, by its index."""
         found: dict[int, list[np.ndarray]] = {}
         for each in changes:
             boxes, ends = self._places[each.share, each.width]
@@ -103,7 +103,7 @@ class Weights:
                 if a < b:
                     places = _in_leaf(each.positions[a:b] - start, box, self.leaves.leaves[index])
                     found.setdefault(index, []).append(places)
-        return {index: np.unique(np.concatenate(places)) for index, places in found.items()}
+        return found
 
     def fingerprints(self) -> list[int]:
         """What these shares contribute to the fingerprint of each leaf; all of it of all shares."""

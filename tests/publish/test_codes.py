@@ -113,7 +113,7 @@ def test_deltas_of_all_shares_lead_from_one_version_to_the_next(share, most, lea
     found.apply(changes)
     assert bits_of(arrays_of(found)) == bits_of(after)
     assert found.fingerprints() == [fingerprint_of(x) for x in after]
-    places = found.changed(changes)
+    places = {i: np.sort(np.concatenate(each)) for i, each in found.changed(changes).items()}
     for i, (leaf, old, new) in enumerate(zip(leaves.leaves, before, after, strict=True)):
         wanted = np.flatnonzero(words_of(old, leaf) != words_of(new, leaf))
         assert np.array_equal(places.pop(i, []), wanted), leaf
