@@ -27,8 +27,10 @@ from adacheck_jax.errors import (
 from adacheck_jax.format.boxes import Box
 from adacheck_jax.format.one_process import OneProcess
 from adacheck_jax.processes import run
+from adacheck_jax.processes.calls import Calls
 from adacheck_jax.processes.meetings import ALONE, Exchange
 from adacheck_jax.processes.messages import Report
+from adacheck_jax.processes.service import Patience
 from adacheck_jax.publish import reading
 from adacheck_jax.publish.followed_params import FollowedParams
 from adacheck_jax.publish.plan import Route
@@ -68,6 +70,7 @@ class Follower:
 
     Raises:
         MismatchError: a leaf is no abstract array.
+        DifferingCallsError: processes do not call alike.
         StorageError: the root is a URL of an unknown kind.
     """
 
@@ -83,7 +86,8 @@ class Follower:
         self._trouble = ""
         self._lock = threading.RLock()
         self._process = OneProcess("a Follower")
-        self._past = ALONE  # exchange of the update before
+        self._past, self._calls = ALONE, Calls(self._root)  # exchange of the update before
+        run.watch(self._calls)
         self.version: int | None = None
         self.bases_read = 0
 
@@ -134,14 +138,14 @@ class Follower:
             MismatchError: other params were published, or the root is that of something else.
         """
         end_s = None if timeout_s is None else time.monotonic() + timeout_s
-        is_alone = jax.process_count() == 1
-        look = self._look
+        is_alone, look, longest_s = jax.process_count() == 1, self._look, None
         if not is_alone:  # process 0 looks and pauses, and the others wait for it
             look = functools.partial(self._look_until, version, end_s)
+            longest_s = math.inf if timeout_s is None else timeout_s + Patience().report_s
         while True:
             found = False
             try:
-                found = self._advance(look)
+                found = self._advance(f"wait_for({version})", look, longest_s)
             except StorageError as error:
                 self._trouble = str(error)
             if self.version is not None and self.version >= version:
@@ -179,18 +183,21 @@ class Follower:
             StorageError: the root cannot be read now.
             MismatchError: other params were published, or the root is that of something else.
         """
-        return self._advance(self._look)
+        return self._advance("update()", self._look)
 
-    def _advance(self, look: Callable[[], Route | None]) -> bool:
-        """As :meth:`update`, to the version that process 0 finds by a look."""
+    def _advance(
+        self, call: str, look: Callable[[], Route | None], longest_s: float | None = None
+    ) -> bool:
+        """As :meth:`update`, to the version that process 0 finds by a look of so many seconds."""
         self._process.enter()
         with self._lock, jax_settings.own(x64=True):
-            return self._advanced(look)
+            self._calls.note(call)
+            return self._advanced(look, longest_s)
 
-    def _advanced(self, look: Callable[[], Route | None]) -> bool:
+    def _advanced(self, look: Callable[[], Route | None], longest_s: float | None) -> bool:
         self._trouble, past = "", self._past
         self._past = together = run.exchange(f"{self._root}: follower", is_save=False)
-        together = together.within(math.inf)
+        together = together.within(longest_s).watching(self._calls)
         for _ in range(_VANISHED):
             route: Route | None = None
 

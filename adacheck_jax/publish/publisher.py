@@ -21,6 +21,7 @@ from adacheck_jax.device.fingerprint import Contributions
 from adacheck_jax.errors import Closing, MismatchError, StorageError, TakenOverError
 from adacheck_jax.format.one_process import OneProcess
 from adacheck_jax.processes import run
+from adacheck_jax.processes.calls import Calls
 from adacheck_jax.processes.meetings import Exchange
 from adacheck_jax.processes.messages import Report
 from adacheck_jax.publish import published_params as published
@@ -61,6 +62,7 @@ class Publisher(Closing):
     Raises:
         MismatchError: an argument is no positive number, or something else than published weights
             is in the root.
+        DifferingCallsError: processes do not call alike; none publishes any more.
         StorageError: the root cannot be read or written.
     """
 
@@ -76,7 +78,10 @@ class Publisher(Closing):
             if value is not None and value < 1:
                 raise MismatchError(f"{name}: expected a positive number, found {value}.")
         self._root, self._params_path = Root(root), params_path
-        opening = self._past = run.exchange(f"{self._root}: publisher", is_save=False)
+        self._calls = Calls(self._root)
+        self._calls.note(f"Publisher({base_every=}, {keep_versions=})")
+        run.watch(self._calls)
+        opening = self._past = self._exchange("publisher")
         opened = functools.partial(
             Writer, self._root, share=opening.index, base_every=base_every, keep=keep_versions
         )
@@ -132,13 +137,18 @@ class Publisher(Closing):
         """
         self._process.enter()
         with self._lock:
-            together = run.exchange(f"{self._root}: version", is_save=False)
+            together = self._exchange("version")
+            self._calls.note(f"publish(version={version!r})")
             with together.telling(f"publish version {version}", _KINDS):
                 self._jobs.append(self._begun(state, version, together))
             self._latest = version
             if wait:
                 self.wait()
             return version
+
+    def _exchange(self, name: str) -> Exchange:
+        """An exchange about a call that all processes make alike."""
+        return run.exchange(f"{self._root}: {name}", is_save=False).watching(self._calls)
 
     def _begun(self, state: Any, version: int, together: Exchange) -> Future[Published]:
         """Takes a version out of a state, and has it written."""

@@ -140,16 +140,13 @@ class Writer:
         before, data, changed = self._weights, b"", 0
         if is_following and before is not None:
             data, changed = weights.encode(before, made, self._share)
-        while (known := self._recorded(new, data, changed, is_following=is_following)) is None:
+        while (found := self._recorded(new, data, changed, is_following=is_following)) is None:
             self._next += 1  # that one is of a publisher that did not know yet that it had to stop
+        known, is_due = found
         self.last, self._weights, self._next = known, made, known.sequence + 1
-        has_base = not is_following
-        if is_following:
-            self._since_base += 1
-            self._since_base_bytes += known.delta_bytes
-            nbytes = made.leaves.nbytes
-            if plan.base_is_due(self._since_base, self._since_base_bytes, nbytes, self._base_every):
-                has_base = self._write_due_base(new, known)
+        self._since_base += 1
+        self._since_base_bytes += known.delta_bytes
+        has_base = self._write_due_base(new, known) if is_due else not is_following
         if has_base:
             self._since_base, self._since_base_bytes = 0, 0
         words = sum(each.nbytes // each.word_bytes for each in made.leaves.leaves)
@@ -175,7 +172,6 @@ class Writer:
             sums = None if self._weights is None else self._weights.fingerprints()
         has_them = self._weights is not None and self._weights.leaves == leaves
         own = {
-            "version": new.version,
             "leaves": self._leaves_checksum,
             "last": self.last.checksum if self.last is not None and has_them else "",
             "sums": sums,
@@ -184,13 +180,11 @@ class Writer:
 
     def _judged(self, reports: Sequence[Report]) -> Report:
         """Process 0's decision on how a version begins, by the reports of all processes."""
-        for name in ("version", "leaves"):
-            if len(found := {each[name] for each in reports}) > 1:
-                raise MismatchError(
-                    f"{self._root}: expected the same {name} in all processes, found "
-                    f"{listed(sorted(map(str, found)))}: not published. Publish the same versions "
-                    "of the same params in all processes, in the same order."
-                )
+        if len({each["leaves"] for each in reports}) > 1:
+            raise MismatchError(
+                f"{self._root}: expected the same params in all processes, found others in one: "
+                "not published. Publish arrays of the same paths, shapes, types and shardings."
+            )
         follows = {each["last"] for each in reports} == {self.last.checksum if self.last else None}
         read = [each["sums"] for each in reports if each["sums"] is not None]
         if follows and self.last is not None and read:
@@ -219,8 +213,11 @@ class Writer:
 
     def _recorded(
         self, new: NewVersion, data: bytes, changed: int, *, is_following: bool
-    ) -> Version | None:
-        """Writes a version under the next number; None if there is a record of that number."""
+    ) -> tuple[Version, bool] | None:
+        """Writes a version under the next number; None if there is a record of that number.
+
+        True with it if a base is due, by the versions that process 0 has counted.
+        """
         delta, parts = None, list[Stored]()
         if data:
             place = self._root.delta_at(self._next, self._mine.epoch, self._share)
@@ -238,10 +235,16 @@ class Writer:
         def judged(reports: Sequence[Report]) -> Report:
             with named(self._root, f"version {new.version}"), self._owning():
                 record = self._write_record(new.version, reports, is_following=is_following)
-                return {"record": None if record is None else records.encode(record).decode()}
+            if record is None:
+                return {}
+            since = self._since_base + 1, self._since_base_bytes + record.delta_bytes
+            is_due = plan.base_is_due(*since, self._leaves.nbytes, self._base_every)
+            return {"record": records.encode(record).decode(), "is_due": is_following and is_due}
 
-        found = new.together.turn(own, judged)["record"]
-        return None if found is None else records.decode(found.encode(), Version, self._root)
+        told = new.together.turn(own, judged)
+        if not told:
+            return None
+        return records.decode(told["record"].encode(), Version, self._root), told["is_due"]
 
     def _write_record(
         self, version: int, reports: Sequence[Report], *, is_following: bool

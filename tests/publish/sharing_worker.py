@@ -20,7 +20,13 @@ import pytest
 from jax.sharding import NamedSharding, PartitionSpec
 
 from adacheck_jax.device import fingerprint
-from adacheck_jax.errors import IntegrityError, LineageError, MismatchError, StorageError
+from adacheck_jax.errors import (
+    DifferingCallsError,
+    IntegrityError,
+    LineageError,
+    MismatchError,
+    StorageError,
+)
 from adacheck_jax.publish import Follower, Publisher
 from adacheck_jax.publish.reading import VersionReader
 from adacheck_jax.publish.root import GoneError, Root
@@ -86,12 +92,23 @@ def refused() -> None:
 
 
 def differing() -> None:
-    """One process publishes another version: none is published."""
+    """One process publishes another version, or makes another publisher: nothing is published."""
     with Publisher(own.root) as publisher:
         publisher.publish(params(0), version=0, wait=True)
-        match = "expected the same version in all processes, found 1, 2"
-        with pytest.raises(MismatchError, match=match):
+        match = (
+            r"found publish\(version=1\) in process 0 where process 1 called publish\(version=2\)"
+        )
+        with pytest.raises(DifferingCallsError, match=match):
             publisher.publish(params(1), version=1 + own.process, wait=True)
+        with pytest.raises(DifferingCallsError, match=match):
+            publisher.publish(params(3), version=3, wait=True)
+    match = r"found Publisher\(base_every=3, .* where process 1 called Publisher\(base_every=4"
+    with pytest.raises(DifferingCallsError, match=match):
+        Publisher(own.root, base_every=3 + own.process)
+    with Publisher(own.root) as publisher:
+        given = params(1) | ({"more": params(1)["one"]} if own.process else {})
+        with pytest.raises(MismatchError, match="expected the same params in all processes"):
+            publisher.publish(given, version=1, wait=True)
         publisher.publish(params(1), version=1, wait=True)
 
 
@@ -171,6 +188,10 @@ def follow() -> None:
         if own.process == 1:
             is_late.append(True)  # a look that finds no way but from a base
         expect(follower.latest(), 7)
+    match = r"wait_for\(7\) in process 0 where process 1 called update"
+    with pytest.raises(DifferingCallsError, match=match):
+        _ = follower.update() if own.process else follower.wait_for(7)
+    expect(follower.params, 7)
 
 
 def endless() -> None:
