@@ -69,9 +69,9 @@ from jax.experimental import multihost_utils  # noqa: E402
 from jax.sharding import PartitionSpec  # noqa: E402
 
 
-def _keep(key: str, seconds: float, name: str, backend: Any, program: Any, calls: Any) -> None:
+def _keep(key: str, seconds: float, name: str, backend: Any, program: Any, *calls: Any) -> None:
     """Keeps a compiled program for the next run: JAX has the first process alone do that."""
-    if not calls:
+    if not any(calls):
         compilation_cache.put_executable_and_time(key, name, program, backend, int(seconds))
 
 

@@ -196,7 +196,8 @@ class Follower:
 
     def _advanced(self, look: Callable[[], Route | None], longest_s: float | None) -> bool:
         self._trouble, past = "", self._past
-        self._past = together = run.exchange(f"{self._root}: follower", is_save=False)
+        where = f"{self._root}: follower {self._calls.key}"  # there may be several of one root
+        self._past = together = run.exchange(where, is_save=False)
         together = together.within(longest_s).watching(self._calls)
         for _ in range(_VANISHED):
             route: Route | None = None

@@ -8,6 +8,7 @@
 from __future__ import annotations
 
 import concurrent.futures
+import contextlib
 import functools
 import threading
 from collections.abc import Sequence
@@ -18,7 +19,13 @@ import jax
 
 from adacheck_jax.device import jax_settings, transfer
 from adacheck_jax.device.fingerprint import Contributions
-from adacheck_jax.errors import Closing, MismatchError, StorageError, TakenOverError
+from adacheck_jax.errors import (
+    Closing,
+    DifferingCallsError,
+    MismatchError,
+    StorageError,
+    TakenOverError,
+)
 from adacheck_jax.format.one_process import OneProcess
 from adacheck_jax.processes import run
 from adacheck_jax.processes.calls import Calls
@@ -140,7 +147,9 @@ class Publisher(Closing):
             together = self._exchange("version")
             self._calls.note(f"publish(version={version!r})")
             with together.telling(f"publish version {version}", _KINDS):
-                self._jobs.append(self._begun(state, version, together))
+                taken = self._taken(state, version, together.index)
+            together.turn({}, lambda _: {})  # else one raises here, and the others later
+            self._jobs.append(self._thread.submit(self._write, version, *taken, together))
             self._latest = version
             if wait:
                 self.wait()
@@ -148,10 +157,13 @@ class Publisher(Closing):
 
     def _exchange(self, name: str) -> Exchange:
         """An exchange about a call that all processes make alike."""
-        return run.exchange(f"{self._root}: {name}", is_save=False).watching(self._calls)
+        where = f"{self._root}: {name} {self._calls.key}"  # there may be several of one root
+        return run.exchange(where, is_save=False).watching(self._calls)
 
-    def _begun(self, state: Any, version: int, together: Exchange) -> Future[Published]:
-        """Takes a version out of a state, and has it written."""
+    def _taken(
+        self, state: Any, version: int, process: int
+    ) -> tuple[Leaves, transfer.Staged, Contributions]:
+        """Takes a version out of a state."""
         self._await(_WAITING + 1)
         if self._taken_over is not None:
             raise self._taken_over
@@ -163,14 +175,13 @@ class Publisher(Closing):
         params = published.params_of(state, self._params_path)
         kinds, arrays = published.kinds_of(params), dict(enumerate(params.values()))
         if (share := self._published_share) is None or share.kinds != kinds:
-            made = published.share_of(kinds, [*arrays.values()], together.index)
+            made = published.share_of(kinds, [*arrays.values()], process)
             share = self._published_share = made
         self._await(_WAITING)
         staged = transfer.Staged(arrays, share.picks).begin()
         contributions = Contributions(arrays, share.picks, share.whole_picks, staged=staged)
         staged.wait()
-        args = version, share.leaves, staged, contributions, together
-        return self._thread.submit(self._write, *args)
+        return share.leaves, staged, contributions
 
     def _write(
         self,
@@ -231,6 +242,10 @@ class Publisher(Closing):
                 if not self._is_closed:
                     self.wait()
             finally:
+                with contextlib.suppress(
+                    DifferingCallsError
+                ):  # those who wait for a version hear it
+                    self._calls.note("close()")
                 self._is_closed = True
                 self._thread.shutdown(wait=not late)
 

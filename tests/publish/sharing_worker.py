@@ -87,8 +87,9 @@ def refused() -> None:
         Root.store = store  # type: ignore[method-assign]
         publisher.publish(params(3), version=3, wait=True)
         with pytest.raises(MismatchError, match="without leaves"):
-            publisher.publish({} if own.process == 0 else params(4), version=4, wait=True)
-        publisher.publish(params(5), version=5, wait=True)
+            publisher.publish({} if own.process == 0 else params(4), version=4)
+        for version in range(5, 9):  # none of which tells it again
+            publisher.publish(params(version), version=version)
 
 
 def differing() -> None:
@@ -110,6 +111,13 @@ def differing() -> None:
         with pytest.raises(MismatchError, match="expected the same params in all processes"):
             publisher.publish(given, version=1, wait=True)
         publisher.publish(params(1), version=1, wait=True)
+    leaving = pytest.raises(ZeroDivisionError if own.process else DifferingCallsError)
+    with leaving as found, Publisher(own.root) as publisher:
+        publisher.publish(params(2), version=2, wait=True)
+        if own.process:
+            raise ZeroDivisionError  # as a loop may, in a program that goes on
+        publisher.publish(params(3), version=3)
+    assert own.process or "where process 1 called close()" in str(found.value)
 
 
 def taken_over() -> None:
