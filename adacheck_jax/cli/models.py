@@ -48,7 +48,11 @@ def _show_plan(report: RedundancyReport) -> None:
     )
     print_text("")
     needs = (
-        ("host memory, each process", report.memory_bytes, "its part of a base and of two deltas"),
+        (
+            "host memory, each process",
+            report.memory_bytes,
+            "its part of a base and of two deltas, if saves keep up",
+        ),
         (
             "the same, shadow=None",
             report.sampled_memory_bytes,

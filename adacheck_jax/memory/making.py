@@ -51,8 +51,9 @@ class HostMemory:
     ) -> Followed | None:
         """A copy of the states of a structure; None where none can be had, which is told."""
         place, peers = self.place, self.peers
-        # Who wants to recover from it has to know that there is none.
-        level, recovers = logging.INFO, ""
+        # Who has not set a limit has to know that there is too little memory, and who wants to
+        # recover from it that there is none.
+        level, recovers = logging.INFO if self.most_bytes is not None else logging.WARNING, ""
         if place is not None:
             level, recovers = logging.WARNING, ", and nothing can be recovered from memory"
         if keeps_records and place is not None:

@@ -81,3 +81,42 @@ def test_on_other_platforms_a_difference_may_be_the_arithmetic_of_the_host(platf
 
 def test_free_memory_is_a_number_of_bytes():
     assert 2**20 < free_memory.free_bytes() < 2**50
+
+
+@pytest.mark.parametrize(
+    ("line", "files", "free"),
+    [
+        ("0::/", {"": ("max", 7, 0)}, None),
+        ("0::/", {"": (2000, 1500, 0)}, 500),
+        ("0::/job/step", {"job": (2000, 1500, 0), "job/step": ("max", 1500, 0)}, 500),
+        ("0::/job", {"job": (8000, 7900, 5900)}, 6000),
+        ("0::/job", {"job": (2000, 2500, 0)}, 0),
+        ("4:memory:/job", {"memory/job": (2000, 1500, 400), "memory": (2**60, 9, 0)}, 900),
+        ("4:cpu,memory:/on/the/host", {"memory": (2000, 1500, 0)}, 500),
+        ("3:cpuset:/job", {"": (2000, 1500, 0)}, None),
+    ],
+)
+def test_free_memory_heeds_the_limits_of_control_groups(line, files, free, tmp_path, monkeypatch):
+    for name, (limit, taken, cached) in files.items():
+        names = free_memory._MEMORY["memory" if name.startswith("memory") else ""]
+        (group := tmp_path / name).mkdir(parents=True, exist_ok=True)
+        for file, value in zip(names, (limit, taken), strict=False):
+            (group / file).write_text(f"{value}\n")
+        (group / "memory.stat").write_text(f"anon 1\n{names[2]} {cached}\n")
+    read = free_memory._read
+    monkeypatch.setattr(free_memory, "_GROUPS", tmp_path)
+    monkeypatch.setattr(
+        free_memory, "_read", lambda x: [line] if x == "/proc/self/cgroup" else read(x)
+    )
+    found = free_memory.free_bytes()
+    assert found == free if free is not None else found > 2**20
+
+
+def test_free_memory_heeds_a_limit_of_addresses(monkeypatch):
+    taken = free_memory._number("/proc/self/status", "VmSize:") << 10
+    monkeypatch.setattr(
+        free_memory.resource,
+        "getrlimit",
+        lambda _: (taken + 2**28, free_memory.resource.RLIM_INFINITY),
+    )
+    assert 0 < free_memory.free_bytes() <= 2**28 + 2**27
