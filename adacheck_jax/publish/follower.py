@@ -12,6 +12,7 @@ import math
 import threading
 import time
 from collections.abc import Callable, Collection, Iterator, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import jax
@@ -22,6 +23,7 @@ from adacheck_jax.errors import (
     FormatError,
     IntegrityError,
     LineageError,
+    MismatchError,
     StorageError,
 )
 from adacheck_jax.format.boxes import Box
@@ -143,7 +145,7 @@ class Follower:
             look = functools.partial(self._look_until, version, end_s)
             longest_s = math.inf if timeout_s is None else timeout_s + Patience().report_s
         while True:
-            found = False
+            found: bool | None = False
             try:
                 found = self._advance(f"wait_for({version})", look, longest_s)
             except StorageError as error:
@@ -151,14 +153,14 @@ class Follower:
             if self.version is not None and self.version >= version:
                 return self.params
             rest_s = self._rest_s(end_s)
-            if rest_s <= 0 if is_alone else not found:
+            if rest_s <= 0 if is_alone else found is None:
                 raise LineageError(
                     f"{self._root}: expected version {version} within {timeout_s} seconds, found "
                     f"{'none' if self.version is None else self.version}. Look after the publisher."
                     f"{self.problem and ' ' + self.problem}"
                 )
-            if is_alone:
-                time.sleep(rest_s)
+            if not found:
+                time.sleep(max(rest_s, 0.0))
 
     def _rest_s(self, end_s: float | None) -> float:
         """Seconds until the next look."""
@@ -183,18 +185,21 @@ class Follower:
             StorageError: the root cannot be read now.
             MismatchError: other params were published, or the root is that of something else.
         """
-        return self._advance("update()", self._look)
+        return bool(self._advance("update()", self._look))
 
     def _advance(
         self, call: str, look: Callable[[], Route | None], longest_s: float | None = None
-    ) -> bool:
-        """As :meth:`update`, to the version that process 0 finds by a look of so many seconds."""
+    ) -> bool | None:
+        """Takes the version that process 0 finds by a look of so many seconds, in all processes.
+
+        None if it finds none; False if none of those that it finds can be taken.
+        """
         self._process.enter()
         with self._lock, jax_settings.own(x64=True):
             self._calls.note(call)
             return self._advanced(look, longest_s)
 
-    def _advanced(self, look: Callable[[], Route | None], longest_s: float | None) -> bool:
+    def _advanced(self, look: Callable[[], Route | None], longest_s: float | None) -> bool | None:
         self._trouble, past = "", self._past
         where = f"{self._root}: follower {self._calls.key}"  # there may be several of one root
         self._past = together = run.exchange(where, is_save=False)
@@ -211,7 +216,7 @@ class Follower:
             end = together.turn({"refused": [*self._reader.refused]}, judged)["end"]
             past.forget()  # all have ended it
             if end is None:
-                return False
+                return None
             try:
                 self._take(end, route, together)
                 return True
@@ -265,57 +270,73 @@ class Follower:
             GoneError: something was pruned meanwhile, for one of the processes.
             FormatError, IntegrityError: something is damaged, and refused from now on.
         """
-        found: tuple[Weights, list[WeightChange]] | None = None
+        found: _Found | None = None
         wrong: Exception = GoneError(f"{self._root}: another process could not read its part")
-        with together.telling("read published weights"):
+        with together.telling("follow published weights", (MismatchError,)):
             try:
                 if together.index:
                     route = self._reader.route(self._start, end)
                 if route is not None and route.end.sequence == end:
-                    leaves = self._reader.leaves_at(route)
-                    self._wanted.check(leaves, self._root)
-                    found = self._reader.load(route, None if route.base else self._weights)
+                    found = self._found(route)
             except (GoneError, FormatError, IntegrityError) as error:
                 wrong = error
-        own = {"is_read": found is not None, "by_base": route is None or route.base is not None}
-        answer = together.turn(own, _by_all)
-        if found is not None:
-            self._weights = None  # its words may have changed, and are not known to be right
-        if found is None or route is None or not answer["is_read"]:
+        checksum = "" if found is None else found.version.checksum
+        if not together.turn({"checksum": checksum}, _are_alike)["are_alike"]:
+            if found is not None:
+                self._weights = None  # its words are those of the version
             raise wrong
-        loaded, changes = found
-        former = None if answer["by_base"] else self._have
-        indices = loaded.changed(changes) if former else range(len(loaded.leaves.leaves))
+        assert found is not None
+        if found.changes is None and self._have is not None:
+            _log.warning(
+                "%s: version %d is read from a base: deltas do not lead there from version %d.",
+                *(self._root, found.version.version, self._have.version),
+            )
+        # Nothing fails from here on: what is held is of one version.
+        self._arrays = {**self._arrays, **found.arrays}
+        self._have, self._weights = found.version, found.weights
+        self._changes = found.changes
+        self.version = found.version.version
+        self.bases_read += found.changes is None
+
+    def _found(self, route: Route) -> _Found:
+        """The version that a route leads to, read, placed and verified.
+
+        Raises:
+            GoneError: something was pruned meanwhile.
+            FormatError, IntegrityError: something is damaged, and refused from now on.
+        """
+        leaves = self._reader.leaves_at(route)
+        self._wanted.check(leaves, self._root)
+        weights, changes = self._reader.load(route, None if route.base else self._weights)
+        former = None if route.base else self._have
+        self._weights = None  # its words have changed, and are not known to be right
+        indices = weights.changed(changes) if former else range(len(leaves.leaves))
         try:
-            made = self._verified(route.end, loaded, indices, former)
+            made = self._verified(route.end, weights, indices, former)
         except IntegrityError as error:
             self._reader.refuse(route, error)
             raise
-        if former is None and self._have is not None:
-            _log.warning(
-                "%s: version %d is read from a base: deltas do not lead there from version %d.",
-                *(self._root, route.end.version, self._have.version),
-            )
-        # Nothing fails from here on: what is held is of one version.
-        self._arrays = {**self._arrays, **made}
-        self._have, self._weights = route.end, loaded
-        self._changes = changes if former else None
-        self.version = route.end.version
-        self.bases_read += former is None
+        return _Found(route.end, weights, changes if former else None, made)
 
     def _verified(
         self, version: Version, weights: Weights, indices: Collection[int], former: Version | None
     ) -> dict[str, jax.Array]:
         """Some leaves on their devices, verified there with all others, and cast.
 
+        Of several processes each verifies on its host what all shares together are: on the devices
+        it would need the others, which may have failed.
+
         Raises:
             IntegrityError: a leaf is not as it was published.
         """
         leaves = weights.leaves.leaves
         arrays = self._wanted.placed(weights, indices)
-        found = [0] * len(leaves) if former is None else [*former.fingerprints]
-        for index, total in fingerprint.of_leaves(arrays).items():
-            found[index] = total
+        if jax.process_count() == 1:
+            found = [0] * len(leaves) if former is None else [*former.fingerprints]
+            for index, total in fingerprint.of_leaves(arrays).items():
+                found[index] = total
+        else:
+            found = weights.fingerprints()
         reading.check(version, weights.leaves, found, self._root)
         paths = {index: leaves[index].path for index in arrays}
         return {paths[i]: self._wanted.cast(paths[i], array) for i, array in arrays.items()}
@@ -361,9 +382,24 @@ class Follower:
             return found
 
 
-def _by_all(reports: Sequence[Report]) -> Report:
-    """Whether all processes have read a version, and one of them from a base."""
-    return {
-        "is_read": all(each["is_read"] for each in reports),
-        "by_base": any(each["by_base"] for each in reports),
-    }
+@dataclass(frozen=True, slots=True)
+class _Found:
+    """A version as this process has read it.
+
+    Attributes:
+        version: its record.
+        weights: all of them, on the host.
+        changes: what changed since the version in hand; None if it began with a base.
+        arrays: the leaves that changed, by path.
+    """
+
+    version: Version
+    weights: Weights
+    changes: list[WeightChange] | None
+    arrays: dict[str, jax.Array]
+
+
+def _are_alike(reports: Sequence[Report]) -> Report:
+    """Whether all processes have the same version."""
+    checksums = {each["checksum"] for each in reports}
+    return {"are_alike": len(checksums) == 1 and "" not in checksums}

@@ -35,7 +35,7 @@ from adacheck_jax.publish import published_params as published
 from adacheck_jax.publish import records
 from adacheck_jax.publish import root as roots
 from adacheck_jax.publish.records import Claim, Leaves
-from adacheck_jax.publish.root import Root
+from adacheck_jax.publish.root import GoneError, Root
 from adacheck_jax.publish.weights import Weights
 from adacheck_jax.publish.writing import NewVersion, Published, Writer, named
 from adacheck_jax.store.storage.location import AnyPath
@@ -102,9 +102,12 @@ class Publisher(Closing):
                 return {"claim": records.encode(mine).decode(), "latest": latest}
 
         told = opening.agree("claim", {}, claimed)
-        if opening.index:
-            with opening.telling("open the root"), named(self._root, "a publisher's claim"):
-                self._writer = opened(records.decode(told["claim"].encode(), Claim, self._root))
+        with opening.telling("open the root", _KINDS), named(self._root, "a publisher's claim"):
+            if opening.index:
+                mine = records.decode(told["claim"].encode(), Claim, self._root)
+                self._expect_shared(mine)
+                self._writer = opened(mine)
+        opening.agree("opened", {}, lambda _: {})
         self._latest: int = told["latest"]
         self._process = OneProcess("a Publisher")
         self._process.enter()
@@ -154,6 +157,16 @@ class Publisher(Closing):
             if wait:
                 self.wait()
             return version
+
+    def _expect_shared(self, mine: Claim) -> None:
+        """Raises MismatchError where the root of this process is another than process 0's."""
+        with contextlib.suppress(GoneError):
+            if self._root.read(roots.PUBLISHERS, mine.epoch, Claim) == mine:
+                return
+        raise MismatchError(
+            f"{self._root}: expected the claim that process 0 has written, found none: it is "
+            "another place here. Give all processes a root that they share."
+        )
 
     def _exchange(self, name: str) -> Exchange:
         """An exchange about a call that all processes make alike."""
