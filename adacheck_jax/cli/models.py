@@ -48,11 +48,7 @@ def _show_plan(report: RedundancyReport) -> None:
     )
     print_text("")
     needs = (
-        (
-            "host memory, each process",
-            report.memory_bytes,
-            "its part of a base and of two deltas, if saves keep up",
-        ),
+        ("host memory, each process", report.memory_bytes, "base and two deltas, if saves keep up"),
         (
             "the same, shadow=None",
             report.sampled_memory_bytes,

@@ -33,7 +33,7 @@ def free_bytes() -> int:
 
 
 def _left_in_groups() -> Iterator[int]:
-    """What is left in each control group that this process is in, and in those around it."""
+    """Bytes left in each control group that this process is in, and in those around it."""
     for line in _read("/proc/self/cgroup"):
         _, controllers, inside = line.split(":", 2)
         controller = "memory" if "memory" in controllers.split(",") else controllers

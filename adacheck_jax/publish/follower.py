@@ -400,6 +400,6 @@ class _Found:
 
 
 def _are_alike(reports: Sequence[Report]) -> Report:
-    """Whether all processes have the same version."""
+    """True, in the answer, if all processes have the same version."""
     checksums = {each["checksum"] for each in reports}
     return {"are_alike": len(checksums) == 1 and "" not in checksums}

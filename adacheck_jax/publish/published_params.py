@@ -28,7 +28,7 @@ Picks: TypeAlias = dict[int, tuple[Pick, ...]]
 
 @dataclass(frozen=True, slots=True)
 class PublishedShare:
-    """What a process publishes of params of some kinds.
+    """The part that a process publishes of params of some kinds.
 
     Attributes:
         kinds: the kinds.

@@ -106,7 +106,7 @@ class Weights:
         return found
 
     def fingerprints(self) -> list[int]:
-        """What these shares contribute to the fingerprint of each leaf; all of it of all shares."""
+        """Contribution of these shares to the fingerprint of each leaf; of all shares all of it."""
         every = [(i, *x) for i, own in enumerate(self.blocks) for x in own.items()]
         values = fingerprints_of((block, box.start) for _, box, block in every)
         found = [0] * len(self.blocks)

@@ -270,7 +270,7 @@ class Writer:
             epoch=self._mine.epoch,
             version=version,
             parent=parent,
-            leaves=self._leaves_checksum if parent is None or last is None else last.leaves,
+            leaves=self._leaves_checksum,
             fingerprints=(*sums,),
             deltas=tuple(_stored(x["delta"]) for x in reports) if parent else (),
             changed=sum(each["changed"] for each in reports),
