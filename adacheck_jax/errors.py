@@ -218,10 +218,10 @@ def storage_named(where: object) -> Iterator[None]:
         system = system_error(error)
         if system is None:
             raise
-        detail = first_line(error)
+        found = system.strerror or first_line(error)
         raise StorageError(
-            f"{where}: expected to write it, found: {system.strerror or error} ({detail}). Earlier "
-            "steps are as they were. Make room or mend the disk; training may go on."
+            f"{where}: expected to write it, found: {found}. Earlier steps are as they were. Make "
+            "room or mend the disk; training may go on."
         ) from error
 
 

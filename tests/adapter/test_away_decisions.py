@@ -94,3 +94,49 @@ def test_a_step_is_kept_if_all_keep_it_in_the_room_that_all_have():
     reports = [{"is_kept": True, "room_bytes": 7}, {"is_kept": False, "room_bytes": 5}]
     assert by_all(reports) == {"is_kept": False, "room_bytes": 5}
     assert by_all(reports[:1]) == reports[0]
+
+
+class Seconds:
+    """A clock that a test moves."""
+
+    def __init__(self) -> None:
+        self.s = 0.0
+
+    def __call__(self) -> float:
+        return self.s
+
+
+@pytest.mark.parametrize(
+    ("saved_bytes", "patience_s"), [(0, 5.0), (1_600_000_000, 16.0), (10**12, 60.0)]
+)
+def test_a_first_save_is_waited_for_by_its_bytes(saved_bytes, patience_s):
+    clock = Seconds()
+    outage = Outage(clock)
+    outage.begin()
+    assert outage.patience_s(saved_bytes) == patience_s
+    clock.s = 3.0
+    assert outage.patience_s(saved_bytes) == patience_s - 3.0
+    outage.hang()
+    assert outage.patience_s(saved_bytes) == 0.0
+
+
+def test_a_save_that_was_slow_is_waited_for_longer_next_time_and_one_refused_is_not():
+    clock = Seconds()
+    outage = Outage(clock)
+
+    def patience_s(took_s, error=None):
+        outage.begin()
+        clock.s += took_s
+        if error is not None:
+            outage.refuse(error)
+        elif took_s > 5.0:
+            outage.hang()
+        outage.end(took_s, saved_bytes=0)
+        outage.begin()
+        return outage.patience_s(0)
+
+    assert patience_s(1.0) == 5.0
+    assert patience_s(2.0) == 8.0
+    assert patience_s(1000.0, OSError("away")) == 8.0
+    assert patience_s(1000.0) == 32.0  # an hour in which storage hangs makes no hour of patience
+    assert not outage.is_away

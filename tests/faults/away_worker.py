@@ -124,7 +124,8 @@ def full() -> None:
     """Memory is full in one process: the save waits in all."""
     patch.setattr(situation, "_LEAST_BYTES", 0)
     if own.process:
-        patch.setattr(keeping, "free_bytes", lambda: 0)
+        base_bytes = situation.most_bytes(manager._sink.acknowledged.lag.plan.structure)
+        patch.setattr(keeping, "free_bytes", lambda: 2 * base_bytes)
     clock.s += 61
     threading.Timer(4.0, storage.come_back).start()
     step(12)

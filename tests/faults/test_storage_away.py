@@ -326,18 +326,20 @@ def test_a_manager_that_is_closed_writes_what_is_in_memory(tmp_path, monkeypatch
 
 
 @pytest.mark.parametrize("mode", ["refuse", "hang"])
-def test_where_memory_is_full_a_save_waits_or_raises(mode, tmp_path, monkeypatch):
+@pytest.mark.parametrize("is_free", [True, False])
+def test_where_memory_is_full_a_save_waits_or_raises(mode, is_free, tmp_path, monkeypatch):
     storage, loop = Storage(monkeypatch, "pack", mode), Loop(tmp_path)
     with loop.manager as manager:
         loop.until_away(storage)
         loop.clock.s += 61
         loop.step()
         own_bytes = manager._sink.acknowledged.lag.taken_bytes
-        monkeypatch.setattr(backlog, "free_bytes", lambda: 0)
         monkeypatch.setattr(situation, "_LEAST_BYTES", 0)
-        most_bytes = manager._sink.acknowledged.lag.most_bytes
-        loop.step(most_bytes // own_bytes - 1)
-        assert manager._sink.acknowledged.lag.taken_bytes <= most_bytes
+        base_bytes = situation.sizes_of(manager._sink.acknowledged.lag.plan.structure).base_bytes
+        free_bytes = 2 * base_bytes if is_free else 0  # room for a base, or none
+        monkeypatch.setattr(backlog, "free_bytes", lambda: free_bytes)
+        loop.step(base_bytes // own_bytes - 1 if is_free else 1)  # of the room the next one learns
+        assert manager._sink.acknowledged.lag.taken_bytes <= max(base_bytes, 2 * own_bytes)
         if mode == "hang":
             threading.Timer(0.2, storage.come_back).start()
             loop.step()

@@ -4,6 +4,7 @@
 
 from __future__ import annotations
 
+import sys
 import time
 from collections.abc import Sequence
 
@@ -36,7 +37,8 @@ class AcknowledgedSteps:
     def __init__(self, run: TrainingRun, together: Lockstep) -> None:
         self.lines, self.saves = run.lines, run.saves
         self.together, self.outage = together, Outage()
-        self.last, self.has_gap, self._room_bytes = -1, False, 0
+        self.last, self.has_gap = -1, False
+        self._room_bytes = sys.maxsize  # which all learn of with the first step
 
     @property
     def are_some(self) -> bool:

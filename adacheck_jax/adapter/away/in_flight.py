@@ -114,8 +114,9 @@ class SaveInFlight:
 
     def state(self) -> SaveState:
         """Waits for the save, as long as there is patience."""
-        outage, is_open = self._acknowledged.outage, self._opener.wait() is None
-        if is_open and not self._ending.wait(outage.patience_s):
+        acknowledged, is_open = self._acknowledged, self._opener.wait() is None
+        outage = acknowledged.outage
+        if is_open and not self._ending.wait(outage.patience_s(acknowledged.lag.saved_bytes)):
             outage.hang()
             return SaveState.GOES_ON
         return SaveState.FAILED if self.error() is not None and self.has_begun else SaveState.ENDED
@@ -134,9 +135,11 @@ class SaveInFlight:
             Exception: it cannot be written again.
         """
         self._opener.wait()
-        longest_s = self._acknowledged.outage.haste_s if in_haste else None
+        acknowledged = self._acknowledged
+        saved_bytes = acknowledged.lag.saved_bytes
+        longest_s = acknowledged.outage.haste_s(saved_bytes) if in_haste else None
         if not self._ending.wait(longest_s):
-            raise goes_on(self._manager, self._acknowledged.lag.steps)
+            raise goes_on(self._manager, acknowledged.lag.steps)
         begun, self._begun = self._begun, None
         try:
             with self._inside():
@@ -152,10 +155,11 @@ class SaveInFlight:
         if begun is not None:
             if why:
                 self._fail(*begun, AdaCheckError(f"process 0: {why}"))
-            report = self._acknowledged.saves.last
-            self._acknowledged.outage.end(report.durable_s if report is not None else None)
-            if not self._acknowledged.lag.steps:
-                self._acknowledged.last = -1
+            report = acknowledged.saves.last
+            took_s = report.durable_s if report is not None else None
+            acknowledged.outage.end(took_s, saved_bytes)
+            if not acknowledged.lag.steps:
+                acknowledged.last = -1
         return True
 
     def _fail(self, step: int, is_ours: bool, error: Exception) -> None:

@@ -20,6 +20,10 @@ PATIENCE_S = 5.0
 """Seconds for which a save may take, before the next one does not wait for it any more."""
 _SLOWER = 4.0
 """The same in times of what the longest save took."""
+_SLOWEST_BYTES_S = 100e6
+"""The same by what it writes, for a first one: bytes a second of a slow disk."""
+_LONGEST_FIRST_S = 60.0
+"""Longest time that this gives."""
 RETRY_S = 5.0
 """Seconds between two tries while storage refuses, and the next one is kept in memory."""
 _WORTH = 10.0
@@ -55,16 +59,17 @@ class Outage:
         """True if storage is to be tried."""
         return self._clock() >= self._next_try_s
 
-    @property
-    def patience_s(self) -> float:
-        """Seconds for which the save in flight is still waited for."""
-        return 0.0 if self.is_away else self.haste_s
+    def patience_s(self, saved_bytes: int) -> float:
+        """Seconds for which the save in flight, of so many bytes, is still waited for."""
+        return 0.0 if self.is_away else self.haste_s(saved_bytes)
 
-    @property
-    def haste_s(self) -> float:
+    def haste_s(self, saved_bytes: int) -> float:
         """The same, also while storage is away, for a manager that an error closes."""
-        patience_s = max(PATIENCE_S, _SLOWER * self._longest_s)
-        return max(self._begun_s + patience_s - self._clock(), 0.0)
+        return max(self._begun_s + self._longest_wait_s(saved_bytes) - self._clock(), 0.0)
+
+    def _longest_wait_s(self, saved_bytes: int) -> float:
+        first_s = min(saved_bytes / _SLOWEST_BYTES_S, _LONGEST_FIRST_S)
+        return max(PATIENCE_S, _SLOWER * self._longest_s, first_s)
 
     def begin(self) -> None:
         """Notes that storage is tried now."""
@@ -87,11 +92,15 @@ class Outage:
         pause_s = min(max(RETRY_S, _WORTH * (now_s - self._begun_s)), _LONGEST_PAUSE_S)
         self._next_try_s = max(self._next_try_s, now_s + pause_s)
 
-    def end(self, took_s: float | None) -> None:
-        """Notes that a save has ended well, and the seconds that it took if they are known."""
-        if self._since_s is None:
-            self._longest_s = max(self._longest_s, took_s or 0.0)
-        elif self._warned_s > -math.inf:
+    def end(self, took_s: float | None, saved_bytes: int) -> None:
+        """Notes that a save has ended well, and the seconds that it took if they are known.
+
+        One that took longer than it was waited for counts as that long: storage may have hung.
+        """
+        if self.error is None:
+            took_s = min(took_s or 0.0, self._longest_wait_s(saved_bytes))
+            self._longest_s = max(self._longest_s, took_s)
+        if self._since_s is not None and self._warned_s > -math.inf:
             what = "The save has ended" if self.error is None else "Storage answers again"
             _log.warning("%s: steps that are in memory are written now.", what)
         self._since_s, self.error = None, None

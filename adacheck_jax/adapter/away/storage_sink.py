@@ -210,7 +210,7 @@ class StorageSink:
                 raise
         if until_s and self._together.calls.error:
             acknowledged.cut_to_common()
-        is_told = False  # Orbax may tell of an earlier error when a save begins
+        is_told, pause_s = False, outages.RETRY_S  # Orbax may tell of an earlier error at first
         while (lag := acknowledged.lag).next_number(in_portions=False) is not None:
             try:
                 left_s = acknowledged.meet_closing(until_s) if until_s else 0.0
@@ -225,7 +225,8 @@ class StorageSink:
             if not has_begun and not is_told:
                 is_told = True
             elif left_s:
-                time.sleep(min(outages.RETRY_S, left_s))
+                time.sleep(min(pause_s, left_s))
+                pause_s *= 2  # Orbax logs three tracebacks of each try
             else:
                 raise self._unwritten(is_closing=until_s > 0.0) from acknowledged.outage.error
         acknowledged.end()

@@ -44,6 +44,7 @@ class Lag:
             a few saves.
         plan: plan of the last step; None without any.
         is_computing: True while the last save waits for more than storage.
+        saved_bytes: bytes that the last save writes, in the process that writes most.
     """
 
     refused: int | None
@@ -52,6 +53,7 @@ class Lag:
     portion: int
     plan: SavePlan | None
     is_computing: bool = False
+    saved_bytes: int = 0
 
     def next_number(self, *, in_portions: bool) -> int | None:
         """The manager's number of the save that is written next; None if there is nothing."""
@@ -69,12 +71,14 @@ class Lag:
         """Host memory that they may take in this process while storage is away.
 
         As much as a base takes, or a quarter of what would be free without them: the save that
-        writes them packs them, joins the packs and, in a store, makes files of them in memory.
+        writes them packs them, joins the packs and, in a store, makes files of them in memory. In
+        any case half of that, since a process that takes all is killed, and they with it.
         """
         if self.plan is None:
             return 0
         base_bytes = situation.most_bytes(self.plan.structure)
-        return max(base_bytes, (free_bytes() + self.taken_bytes) // 4)
+        room_bytes = free_bytes() + self.taken_bytes
+        return min(max(base_bytes, room_bytes // 4), room_bytes // 2)
 
 
 class Backlog:
@@ -99,7 +103,9 @@ class Backlog:
         last = [*([] if save is None else save.steps), *steps][-1:]
         portion = 1 if save is None else 2 * len(save.steps)
         plan, is_computing = last[0].plan if last else None, save is not None and save.is_computing
-        return Lag(refused, every, behind, portion, plan, is_computing)
+        plans = [] if save is None else [each.plan for each in save.steps]
+        saved_bytes = sum(situation.bytes_of(each.structure, each.stored) for each in plans)
+        return Lag(refused, every, behind, portion, plan, is_computing, saved_bytes)
 
     def _save_of(self, number: int | None) -> Save | None:
         """The save that was begun last, if its manager gave it this number."""

@@ -170,7 +170,8 @@ class Planner:
             return "copies are not the arrays that separate_update returned; a save compares them"
         own_bytes = situation.bytes_of(structure, planned.stored)
         taken_bytes = len(self.line.deferred) * own_bytes
-        if taken_bytes + own_bytes > max(situation.most_bytes(structure), away_bytes or 0):
+        room_bytes = situation.most_bytes(structure) if away_bytes is None else away_bytes
+        if taken_bytes + own_bytes > room_bytes:
             return "the recorded steps fill the memory that they may take"
         return Proposal(planned, parent, self.line.last_after(parent))
 
