@@ -44,6 +44,7 @@ from adacheck_jax.update.recording.record import (
     ExtraArguments,
     check_types,
     empty_record,
+    in_place_of,
     record_of,
     widened,
 )
@@ -274,10 +275,11 @@ class Recorder(optax.GradientTransformationExtraArgs):
             check_types(record, state.adacheck_record)
             record, extra = self.sealed(zero, (record, extra))
             count = next_counter(state.adacheck_count)
+            kept = in_place_of(state.adacheck_record, record)
         if taken is not None:
             taken.append((self, record))
             return record, state._replace(
-                adacheck_count=count, adacheck_record=record, adacheck_extra=extra
+                adacheck_count=count, adacheck_record=kept, adacheck_extra=extra
             )
         inner = state.adacheck_inner
         if isinstance(inner, InnerElsewhere):
@@ -295,7 +297,7 @@ class Recorder(optax.GradientTransformationExtraArgs):
             key: jnp.zeros_like(old) if words is None or words.shape != old.shape else words
             for key, old in state.adacheck_reduced.items()
         }
-        return outputs, RecorderState(count, record, extra, passed, inner, reduced)
+        return outputs, RecorderState(count, kept, extra, passed, inner, reduced)
 
     def sealed(self, zero: Any, consumed: PyTree) -> PyTree:
         """Fence a tree, so that the recorded bits are those that the update consumes."""

@@ -328,3 +328,27 @@ def test_a_large_model_has_its_fingerprints_compiled_before_it_is_saved(
     params = {"kernel": jax.ShapeDtypeStruct((side, side), jnp.float32)}
     jax.eval_shape(Recorder(optax.sgd(0.1)).init, params)
     assert bool(begun) is is_begun
+
+
+@pytest.mark.parametrize("names", [("params", "opt"), ("params", "state")])  # sorted in a dict
+@pytest.mark.parametrize("dtype", [None, jnp.bfloat16])
+@pytest.mark.parametrize("pin", [True, False])
+def test_every_array_of_a_donated_state_keeps_its_memory(names, dtype, pin):
+    params = {f"{i}": jnp.ones((64, 32)) for i in range(3)}
+    tx = optax.chain(optax.clip(1.0), Recorder(optax.adamw(1e-3), dtype=dtype, pin=pin))
+
+    def train(state):
+        params, opt = (state[name] for name in names)
+        grads = jax.tree.map(lambda x: (x * 0.1).astype(dtype or x.dtype), params)
+        updates, opt = tx.update(grads, opt, params)
+        return dict(zip(names, (optax.apply_updates(params, updates), opt), strict=True))
+
+    state = dict(zip(names, (params, tx.init(params)), strict=True))
+    compiled = jax.jit(train, donate_argnums=0).lower(state).compile()
+    memory, size_bytes = compiled.memory_analysis(), params["0"].nbytes
+    assert memory.alias_size_in_bytes == sum(x.nbytes for x in jax.tree.leaves(state))
+    if pin and dtype is None:  # else gradients are made before they are widened, or apart
+        assert memory.temp_size_in_bytes < size_bytes
+    before = {x.unsafe_buffer_pointer() for x in jax.tree.leaves(state) if x.ndim}
+    after = [x for x in jax.tree.leaves(compiled(state)) if x.ndim]
+    assert {x.unsafe_buffer_pointer() for x in after} == before

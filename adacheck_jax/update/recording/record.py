@@ -45,6 +45,24 @@ def check_types(record: PyTree, before: PyTree) -> None:
             )
 
 
+def in_place_of(before: PyTree, record: PyTree) -> PyTree:
+    """The record, for the memory of the one before it, of which it takes no bit.
+
+    ``jax.jit`` drops an argument that nothing reads, and gives the donated arrays to results of
+    their shapes in order: without the record before it each moment would go into the memory of
+    another one, or of a param, and XLA would copy them all first.
+    """
+    olds = dict(jax.tree_util.tree_leaves_with_path(before))
+
+    def placed(path: Any, new: Any) -> Any:
+        old = olds.get(path)
+        if not isinstance(old, jax.core.Tracer) or jax.typeof(old) != jax.typeof(new):
+            return new
+        return jax.lax.select(np.False_, old, new)  # compilers know it, jax.jit does not
+
+    return jax.tree_util.tree_map_with_path(placed, record)
+
+
 def widened(record: PyTree, known: Iterable[PyTree]) -> PyTree:
     """A record cast to the params' data type, where that has more digits.
 
