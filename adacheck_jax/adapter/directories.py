@@ -176,15 +176,17 @@ def check_writable(directory: AnyPath) -> None:
     if why := _why_unwritable(final):
         raise StorageError(
             f"{final}: expected a directory that can be written, but {why}. Nothing was saved; "
-            "give the manager another root, or mend the permissions."
+            "give the manager another root, or mend the disk or its permissions."
         )
 
 
 def _why_unwritable(directory: AnyPath) -> str:
     """Why a directory cannot be made on a disk; empty if it can, by what its permissions say."""
     existing, why = _nearest(Path(str(roots.committed_path(directory))).parent)
-    is_writable = os.access(existing, os.W_OK | os.X_OK)
-    return why or ("" if is_writable else f"{existing} is not writable")
+    if why or os.access(existing, os.W_OK | os.X_OK):
+        return why
+    is_read_only = os.statvfs(existing).f_flag & os.ST_RDONLY
+    return f"{existing} is not writable" + (": its disk is read-only" if is_read_only else "")
 
 
 def _nearest(path: Path) -> tuple[Path, str]:

@@ -48,12 +48,17 @@ def _show_plan(report: RedundancyReport) -> None:
     )
     print_text("")
     needs = (
-        ("host memory, each process", report.memory_bytes, "base and two deltas, if saves keep up"),
+        (
+            "host memory, each process",
+            report.memory_bytes,
+            "two bases, three deltas; one, two if saves are waited for",
+        ),
         (
             "the same, shadow=None",
             report.sampled_memory_bytes,
-            "two deltas; on accelerators a base too, while it is written",
+            "two bases, two deltas; none, two if saves are waited for",
         ),
+        ("programs, each process", report.program_bytes, "what saves compile"),
         ("disk", report.disk_bytes, "two bases, and the deltas between"),
     )
     rows = [(name, decimal(size), why) for name, size, why in needs if size is not None]

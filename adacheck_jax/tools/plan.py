@@ -22,6 +22,9 @@ from adacheck_jax.update.binding import Binding, RecorderArgument, bind_all, rec
 from adacheck_jax.update.params_search import LeafType, leaf_types, recorded_params
 from adacheck_jax.update.recorder_state import find_nodes
 
+_PROGRAM_BYTES, _LEAF_BYTES = 200_000_000, 400_000
+"""Host memory of what a process compiles for its saves, in all and a leaf: measured for AdamW."""
+
 
 @dataclass(frozen=True, slots=True)
 class RedundancyReport:
@@ -47,9 +50,11 @@ class RedundancyReport:
         max_deltas: number of deltas for each base.
         amortised_bytes: mean bytes of a save over one base and ``max_deltas`` deltas.
         memory_bytes: host memory that saves take in each process at most, beside the training's:
-            its part of a base, to check in full, and of two deltas.
-        sampled_memory_bytes: the same without a copy to check by (``shadow=None``): its part of two
-            deltas, and from accelerators of a base while one is written.
+            the copy of its part of a base, to check in full, a state that is being saved in full,
+            and three deltas. Where every save is waited for, that state is the training's own.
+        sampled_memory_bytes: the same without a copy to check by (``shadow=None``): two states that
+            are being saved, of which the second is that of the first delta, and two deltas.
+        program_bytes: host memory of compiled programs in each process, as measured for AdamW.
         disk_bytes: bytes of a root that keeps few steps, at most: two bases, and the deltas
             between.
     """
@@ -68,6 +73,7 @@ class RedundancyReport:
     amortised_bytes: float | None
     memory_bytes: int | None
     sampled_memory_bytes: int | None
+    program_bytes: int | None
     disk_bytes: int | None
 
 
@@ -266,7 +272,8 @@ def _totals(
         other_bytes=delta_bytes - record_bytes if has_deltas else None,
         max_deltas=max_deltas,
         amortised_bytes=mean_bytes if has_deltas else None,
-        memory_bytes=own_base_bytes + 2 * own_delta_bytes if has_deltas else None,
-        sampled_memory_bytes=2 * own_delta_bytes if has_deltas else None,
+        memory_bytes=2 * own_base_bytes + 3 * own_delta_bytes if has_deltas else None,
+        sampled_memory_bytes=2 * own_base_bytes + 2 * own_delta_bytes if has_deltas else None,
+        program_bytes=_PROGRAM_BYTES + len(placed) * _LEAF_BYTES if has_deltas else None,
         disk_bytes=2 * base_bytes + max_deltas * delta_bytes if has_deltas else None,
     )

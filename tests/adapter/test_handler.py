@@ -206,6 +206,17 @@ class TestDecisions:
         assert "Step 3 was deleted; the next step does not build on it." in told
         assert_same_bits(restored(tmp_path, 2, states[2]), again[2])
 
+    def test_a_root_that_is_gone_is_told_and_begun_anew(self, tmp_path, caplog):
+        run, root = support.dict_run(mesh_of((2, 2))), tmp_path / "root"
+        with manager_of(root, adacheck.AdaCheckHandler(run.recorder)) as manager:
+            save_steps(manager, run, 2)
+            shutil.rmtree(root)  # or a disk is not mounted any more
+            saved = save_steps(manager, run, 2)
+        (told,) = (x.getMessage() for x in caplog.records if "is mounted" in x.getMessage())
+        assert f"{root}: expected the steps of this run, found none; step 2 was the last" in told
+        for step, expected in saved.items():
+            assert_same_bits(restored(root, step, run.state), expected)
+
     def test_a_delta_needs_none_of_the_steps_before_it(self, tmp_path):
         run = support.dict_run(mesh_of((2, 2)))
         with manager_of(tmp_path, adacheck.AdaCheckHandler(run.recorder)) as manager:

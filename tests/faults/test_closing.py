@@ -189,11 +189,11 @@ def test_of_two_errors_at_once_none_is_lost(tmp_path, monkeypatch):
 def test_an_error_that_goes_back_to_the_same_refusal(way, tmp_path, monkeypatch):
     storage, loop = Storage(monkeypatch, "pack", "refuse"), Loop(tmp_path)
     loop.until_away(storage)
-    with pytest.raises(StorageError, match="They are kept") as kept:
+    with pytest.raises(StorageError, match="They are in memory") as kept:
         loop.manager.wait_until_finished()
     found = seen(loop.manager, kept.value, way)
     assert shown(found)[:3] == ["OSError", "StorageError", "StorageError"]
-    assert "They are kept" in "".join(traceback.format_exception(found))
+    assert "They are in memory" in "".join(traceback.format_exception(found))
     assert ("They are lost" in str(found)) == (way == "finally")
 
 

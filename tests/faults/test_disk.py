@@ -110,7 +110,7 @@ def test_a_read_only_disk_is_told_at_once_and_training_goes_on(small_disk):
         errors = attempt(manager, run)
         subprocess.run(["mount", "-o", "remount,rw", str(small_disk)], check=True)
         assert [type(error) for error in errors] == [StorageError]
-        assert "is not writable" in str(errors[0])
+        assert "is not writable: its disk is read-only" in str(errors[0])
         saved |= save_steps(manager, run, 2)
         assert not is_base(root, 5)
     assert_unharmed(root, run, saved)

@@ -346,7 +346,7 @@ def test_where_memory_is_full_a_save_waits_or_raises(mode, is_free, tmp_path, mo
         else:
             count = loop.number
             with pytest.raises(
-                StorageError, match=f"Steps that are not written: 3 to {count}\\. They are kept"
+                StorageError, match=f"Steps that are not written: 3 to {count}\\. They are in"
             ):
                 loop.step()
             del loop.states[count + 1]

@@ -122,8 +122,9 @@ def test_a_small_example_by_hand():
     assert report.other_bytes == step_bytes + count_bytes
     assert report.delta_bytes == record_bytes + step_bytes + count_bytes
     assert report.amortised_bytes == (288 + 3 * 64) / 4
-    assert report.memory_bytes == 288 // 2 + 2 * 64 // 2
-    assert report.sampled_memory_bytes == 2 * 64 // 2
+    assert report.memory_bytes == 2 * 288 // 2 + 3 * 64 // 2
+    assert report.sampled_memory_bytes == 2 * 288 // 2 + 2 * 64 // 2
+    assert report.program_bytes == 200_000_000 + 8 * 400_000
     assert report.disk_bytes == 2 * 288 + 3 * 64
 
 

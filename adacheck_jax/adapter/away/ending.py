@@ -108,7 +108,11 @@ class Ending:
             if not self.keeps_refused or self._failure is not None or not is_refusal(error):
                 raise
             self.is_stale = True
-            _log.warning("%s: earlier steps could not be deleted: %s", manager.directory, error)
+            _log.warning(
+                "%s: earlier steps could not be deleted, and a later save tries again: %s. Until "
+                "then one of them may be listed that does not restore.",
+                *(manager.directory, error),
+            )
         if (backlog := self._lines.backlog) is not None:
             backlog.end(step)
         if was_stale:

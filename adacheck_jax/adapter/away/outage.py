@@ -9,7 +9,7 @@ import logging
 import math
 import time
 
-from adacheck_jax.errors import first_line
+from adacheck_jax.errors import AdaCheckError, first_line
 from adacheck_jax.save.line.backlog import Lag
 from adacheck_jax.schedule.stopwatch import Clock
 from adacheck_jax.store.steps.lineage import shown_steps
@@ -116,10 +116,17 @@ class Outage:
         if lag.is_computing:
             why = "its check has not ended; programs for it are compiled at first"
         if self.error is not None:
-            what, why = "Storage has refused steps", first_line(self.error)
+            what, why = "Storage has refused steps", refusal(self.error)
+        seconds = f" for {lasted_s:.0f} s" if (lasted_s := now_s - self._since_s) >= 1.0 else ""
         _log.warning(
-            "%s for %d s (%s). Training goes on; steps that are kept in memory meanwhile: %s, "
-            "with %d of the %d MiB that they may take.",
-            *(what, now_s - self._since_s, why, shown_steps(lag.steps)),
+            "%s%s (%s). Training goes on; steps that are kept in memory meanwhile: %s. Those "
+            "behind the first save take %d of the %d MiB that they may take.",
+            *(what, seconds, why, shown_steps(lag.steps)),
             *(lag.taken_bytes >> 20, lag.most_bytes >> 20),
         )
+
+
+def refusal(error: Exception) -> str:
+    """An error of storage, and what to do about it."""
+    is_told = isinstance(error, AdaCheckError)
+    return first_line(error) + ("" if is_told else ". Make room or mend the disk")

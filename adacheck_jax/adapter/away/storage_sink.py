@@ -33,7 +33,7 @@ from adacheck_jax.adapter.away.in_flight import SaveInFlight
 from adacheck_jax.adapter.away.looking import Look
 from adacheck_jax.adapter.away.opening import Opener, beginning
 from adacheck_jax.adapter.training_run import TrainingRun
-from adacheck_jax.errors import DifferingCallsError, StorageError, first_line
+from adacheck_jax.errors import DifferingCallsError, StorageError
 from adacheck_jax.processes.lockstep import Lockstep
 from adacheck_jax.processes.messages import Report
 from adacheck_jax.store.steps.lineage import shown_steps
@@ -234,11 +234,11 @@ class StorageSink:
     def _unwritten(self, *, is_closing: bool) -> StorageError:
         """The error of steps in memory that storage refuses."""
         error = self.acknowledged.outage.error
-        reason = first_line(error) if error is not None else "it was not saved"
+        reason = outages.refusal(error) if error is not None else "it was not saved"
         return StorageError(
             f"{self._manager.directory}: expected to write steps that are in memory, found: "
             f"{reason}. Steps that are not written: {shown_steps(self.acknowledged.lag.steps)}. "
-            + ("They are lost." if is_closing else "They are kept, and the next save tries again.")
+            + ("They are lost." if is_closing else "They are in memory; the next save tries again.")
         )
 
     def wait(self) -> None:

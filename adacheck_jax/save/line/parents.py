@@ -14,7 +14,7 @@ from adacheck_jax.save.one_save import Save
 from adacheck_jax.save.pending import KnownStep, Pending
 from adacheck_jax.store import links
 from adacheck_jax.store.retention import KeepLineage
-from adacheck_jax.store.steps import lookup, marks
+from adacheck_jax.store.steps import lookup, marks, roots
 from adacheck_jax.store.steps.lineage import Lineage
 from adacheck_jax.store.storage.interface import Stamp
 from adacheck_jax.store.storage.location import AnyPath, at
@@ -73,8 +73,16 @@ class Parent:
             if not found.exists():  # deleted; or compacted, and linked otherwise than was known
                 found = lookup.resolve(self.directory)
         except AdaCheckError as error:
+            root, _ = roots.place_of_lost(self.directory).line
             if at(self.directory).is_folder:
                 _log.warning("The last step cannot be built on: %s", error)
+            elif not roots.items_of(root):
+                _log.warning(
+                    "%s: expected the steps of this run, found none; step %d was the last. If you "
+                    "have not deleted them, look whether the disk is mounted. What is saved now "
+                    "begins anew.",
+                    *(root, self.known.step),
+                )
             else:
                 _log.info(
                     "Step %d was deleted; the next step does not build on it.", self.known.step

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import jax
+import jax.core
 import jax.numpy as jnp
 import numpy as np
 
@@ -55,7 +56,7 @@ def in_place_of(before: PyTree, record: PyTree) -> PyTree:
     olds = dict(jax.tree_util.tree_leaves_with_path(before))
 
     def placed(path: Any, new: Any) -> Any:
-        old = olds.get(path)
+        old: Any = olds.get(path)
         if not isinstance(old, jax.core.Tracer) or jax.typeof(old) != jax.typeof(new):
             return new
         return jax.lax.select(np.False_, old, new)  # compilers know it, jax.jit does not
