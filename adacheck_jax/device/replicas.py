@@ -146,6 +146,15 @@ def compare(sums: Mapping[Site, Mapping[Holder, int]]) -> tuple[Divergence, ...]
     return tuple(found)
 
 
+def _message(what: str, found: Sequence[Divergence]) -> str:
+    more = f"; and {len(found) - _MAX_LISTED} more" if len(found) > _MAX_LISTED else ""
+    return (
+        f"{what}: {summary(found)}: {'; '.join(map(str, found[:_MAX_LISTED]))}{more}. "
+        "If it is always the same device, suspect it and take it out; if it is many, look for "
+        "a missing psum, or an input that differs between hosts"
+    )
+
+
 def summary(divergences: Sequence[Divergence]) -> str:
     """Numbers of differing boxes and leaves, in half a sentence."""
     leaf_count = len({each.path for each in divergences})
@@ -263,13 +272,7 @@ class ReplicaCheck:
         sums = self.differing(parts)
         if not sums:
             return Verdict("", self._primary)
-        found = compare(sums)
-        more = f"; and {len(found) - _MAX_LISTED} more" if len(found) > _MAX_LISTED else ""
-        message = (
-            f"step {step}: {summary(found)}: {'; '.join(map(str, found[:_MAX_LISTED]))}{more}. "
-            "If it is always the same device, suspect it and take it out; if it is many, look for "
-            "a missing psum, or an input that differs between hosts"
-        )
+        message = _message(f"step {step}", compare(sums))
         if self.mode == "raise":
             raise ReplicaError(
                 f"{message}. The step is not saved: go on from the last one that is, which has the "
@@ -295,6 +298,18 @@ class ReplicaCheck:
             *(message, verdict.replica, turn),
         )
         return verdict
+
+    def expect_equal(self, what: str, parts: Sequence[Mapping[str, Any]]) -> None:
+        """Refuses what has replicas that differ.
+
+        Raises:
+            ReplicaError: there are some.
+        """
+        if sums := self.differing(parts):
+            raise ReplicaError(
+                f"{_message(what, compare(sums))}. It is not published; "
+                "adacheck.tools.replica_report(params) looks again."
+            )
 
     def _verdict(self, sums: Mapping[Site, Mapping[Holder, int]]) -> Verdict | None:
         """The replica that was staged, and the primary to follow; None for several replicas.

@@ -12,7 +12,8 @@ import numpy as np
 from adacheck_jax.device import trees
 from adacheck_jax.device.fingerprint import accounted
 from adacheck_jax.device.ownership import share_out
-from adacheck_jax.device.primary import grid_of
+from adacheck_jax.device.primary import DeviceGrid, Primary, grid_of
+from adacheck_jax.device.replicas import ReplicaCheck, replicated_sites
 from adacheck_jax.device.sharding import distinct_boxes, layout_of_array
 from adacheck_jax.device.transfer import Pick, picks_of
 from adacheck_jax.errors import MismatchError
@@ -35,12 +36,14 @@ class PublishedShare:
         leaves: the leaves, in shares.
         picks: the boxes that it copies.
         whole_picks: the whole shards that it fingerprints on devices.
+        replicas: the comparison of their replicas, which only one of is published.
     """
 
     kinds: Sequence[Kind]
     leaves: Leaves
     picks: Picks
     whole_picks: Picks
+    replicas: ReplicaCheck
 
 
 def params_of(state: Any, params_path: str | None) -> dict[str, Any]:
@@ -97,4 +100,6 @@ def share_of(kinds: Sequence[Kind], arrays: Sequence[Any], process: int) -> Publ
         picks[i] = whole_picks[i] = picks_of(array, boxes, ranks)
         if count > 1 and grids[i].cuts != layouts[i].cuts:
             whole_picks[i] = picks_of(array, accounted(array, process), ranks)
-    return PublishedShare(kinds, leaves, picks, whole_picks)
+    sites = replicated_sites([path for path, *_ in kinds], arrays)
+    check = ReplicaCheck("raise", sites, (), DeviceGrid((), ()), Primary())
+    return PublishedShare(kinds, leaves, picks, whole_picks, check)

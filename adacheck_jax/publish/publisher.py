@@ -23,6 +23,7 @@ from adacheck_jax.errors import (
     Closing,
     DifferingCallsError,
     MismatchError,
+    ReplicaError,
     StorageError,
     TakenOverError,
 )
@@ -34,7 +35,8 @@ from adacheck_jax.processes.messages import Report
 from adacheck_jax.publish import published_params as published
 from adacheck_jax.publish import records
 from adacheck_jax.publish import root as roots
-from adacheck_jax.publish.records import Claim, Leaves
+from adacheck_jax.publish.published_params import PublishedShare
+from adacheck_jax.publish.records import Claim
 from adacheck_jax.publish.root import GoneError, Root
 from adacheck_jax.publish.weights import Weights
 from adacheck_jax.publish.writing import NewVersion, Published, Writer, named
@@ -44,7 +46,7 @@ _HASTE_S = 5.0
 """Seconds for which versions are waited for while an error is under way."""
 _WAITING = 1
 """Versions that wait in host memory while the one before them is written."""
-_KINDS = MismatchError, StorageError
+_KINDS = MismatchError, ReplicaError, StorageError
 """Errors of one process that all raise alike."""
 
 
@@ -114,7 +116,7 @@ class Publisher(Closing):
         self._lock = threading.RLock()
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="adacheck_publish")
         self._jobs: list[Future[Published]] = []  # versions on their way
-        self._published_share: published.PublishedShare | None = None  # of the version before
+        self._published_share: PublishedShare | None = None  # of the version before
         self._taken_over: TakenOverError | None = None
         self._published: Published | None = None
         self._is_closed = False
@@ -175,7 +177,7 @@ class Publisher(Closing):
 
     def _taken(
         self, state: Any, version: int, process: int
-    ) -> tuple[Leaves, transfer.Staged, Contributions]:
+    ) -> tuple[PublishedShare, transfer.Staged, Contributions]:
         """Takes a version out of a state."""
         self._await(_WAITING + 1)
         if self._taken_over is not None:
@@ -192,14 +194,15 @@ class Publisher(Closing):
             share = self._published_share = made
         self._await(_WAITING)
         staged = transfer.Staged(arrays, share.picks).begin()
-        contributions = Contributions(arrays, share.picks, share.whole_picks, staged=staged)
+        picks = share.picks, share.whole_picks
+        contributions = Contributions(arrays, *picks, every_replica=True, staged=staged)
         staged.wait()
-        return share.leaves, staged, contributions
+        return share, staged, contributions
 
     def _write(
         self,
         version: int,
-        leaves: Leaves,
+        share: PublishedShare,
         staged: transfer.Staged,
         contributions: Contributions,
         together: Exchange,
@@ -211,13 +214,14 @@ class Publisher(Closing):
             together.telling(f"write {what}", _KINDS),
             named(self._root, what),
         ):
-            sums, made = contributions.sums(), Weights(leaves, [together.index])
+            sums, made = contributions.sums(), Weights(share.leaves, [together.index])
             while staged:  # whose memory goes as it is copied
                 index, blocks = staged.popitem()
                 for box, block in blocks.items():
                     made.put(index, box, block)
-            every = [sums.get(i, 0) for i in range(len(leaves.leaves))]
-            found = self._writer.write(NewVersion(version, made, every, together))
+            every = [sums.get(i, 0) for i in range(len(share.kinds))]
+            replicas = share.replicas, share.replicas.part(contributions.replicas)
+            found = self._writer.write(NewVersion(version, made, every, *replicas, together))
             self._past.forget()  # all have begun the version after it
             self._past = together
             return found
@@ -230,6 +234,7 @@ class Publisher(Closing):
 
         Raises:
             StorageError: one could not be written.
+            ReplicaError: replicas of one differ.
         """
         self._process.enter()
         with self._lock:

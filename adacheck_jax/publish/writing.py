@@ -15,6 +15,7 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Any
 
+from adacheck_jax.device.replicas import ReplicaCheck
 from adacheck_jax.errors import (
     FormatError,
     IntegrityError,
@@ -69,12 +70,16 @@ class NewVersion:
         weights: this process's share.
         sums: its contribution to the fingerprint of each leaf, taken before it was copied. Of
             several processes the shares may be others than those of the weights.
+        check: compares the replicas of its boxes.
+        replicas: this process's part of that.
         together: exchange of the processes about it.
     """
 
     version: int
     weights: Weights
     sums: Sequence[int]
+    check: ReplicaCheck
+    replicas: Report
     together: Exchange
 
 
@@ -122,6 +127,7 @@ class Writer:
             StorageError: it cannot be written, or another publisher has taken over.
             MismatchError: its elements changed since they were fingerprinted, or the processes do
                 not publish the same.
+            ReplicaError: replicas differ.
         """
         with self._owning():
             return self._written(new)
@@ -230,9 +236,11 @@ class Writer:
             "delta": None if delta is None else dataclasses.asdict(delta),
             "changed": changed,
             "parts": [dataclasses.asdict(each) for each in parts],
+            "replicas": new.replicas,
         }
 
         def judged(reports: Sequence[Report]) -> Report:
+            new.check.expect_equal(f"version {new.version}", [x["replicas"] for x in reports])
             with named(self._root, f"version {new.version}"), self._owning():
                 record = self._write_record(new.version, reports, is_following=is_following)
             if record is None:

@@ -2,7 +2,7 @@
 
 Modes: ``publish`` versions, of which each process writes its share; ``refused``, where one process
 cannot write; ``differing``, where one publishes another version; ``taken_over`` by a later one;
-``follow`` what is published; ``endless`` versions.
+``follow`` what is published; ``drifted`` replicas; ``endless`` versions.
 """
 
 from __future__ import annotations
@@ -27,6 +27,7 @@ from adacheck_jax.errors import (
     IntegrityError,
     LineageError,
     MismatchError,
+    ReplicaError,
     StorageError,
 )
 from adacheck_jax.publish import Follower, Publisher
@@ -232,6 +233,29 @@ def follow() -> None:
     expect(follower.params, 9)
 
 
+def drifted() -> None:
+    """One process, or a device of one, has other bits of what all have: nothing is published."""
+    with Publisher(own.root) as publisher:
+        publisher.publish(params(0), version=0, wait=True)
+        found = (("small", 1, 0), ("large", 1, 1), ("large", 0, 1))
+        for version, (name, process, device) in enumerate(found, start=1):
+            given = params(version)
+            array = given[name]
+            shards = [np.array(each.data) for each in array.addressable_shards]
+            if own.process == process:
+                shards[device].view(np.uint8).reshape(-1)[0] ^= 1
+            pairs = zip(shards, array.addressable_shards, strict=True)
+            placed = [jax.device_put(data, each.device) for data, each in pairs]
+            shape, sharding = array.shape, array.sharding
+            given[name] = jax.make_array_from_single_device_arrays(shape, sharding, placed)
+            publisher.publish(given, version=version)
+            match = rf"version {version}: 1 box of 1 leaf .* {name}"
+            with pytest.raises(ReplicaError, match=match):
+                publisher.wait()
+            assert publisher.version == 0
+        publisher.publish(params(4), version=4, wait=True)
+
+
 def endless() -> None:
     """Publishes versions until it is killed."""
     publisher = Publisher(own.root, base_every=3, keep_versions=4)
@@ -240,7 +264,7 @@ def endless() -> None:
 
 
 if __name__ == "__main__":
-    modes = (publish, refused, differing, taken_over, follow, endless)
+    modes = (publish, refused, differing, taken_over, follow, drifted, endless)
     {mode.__name__: mode for mode in modes}[own.mode]()
     multihost_utils.sync_global_devices("the end")  # process 0 has the service for all
     Path(f"{own.out}-{own.process}").write_text("done")

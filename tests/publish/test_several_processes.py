@@ -63,6 +63,14 @@ def test_what_one_process_cannot_do_none_does(mode, last, tmp_path):
     assert late.version == last
 
 
+def test_replicas_that_differ_are_not_published(tmp_path):
+    root = tmp_path / "weights"
+    together("drifted", 2, root, 2)
+    late = follower(root)
+    assert bits(late.latest()) == bits(moving(4))
+    assert late.version == 4
+
+
 @pytest.mark.slow
 def test_all_processes_follow_to_the_same_version(tmp_path):
     together("follow", 2, tmp_path / "weights", 2)
