@@ -115,10 +115,11 @@ class SaveInFlight:
     def state(self) -> SaveState:
         """Waits for the save, as long as there is patience."""
         acknowledged, is_open = self._acknowledged, self._opener.wait() is None
-        outage = acknowledged.outage
-        if is_open and not self._ending.wait(outage.patience_s(acknowledged.lag.saved_bytes)):
-            outage.hang()
-            return SaveState.GOES_ON
+        if is_open and not self._ending.wait(0.0):
+            outage = acknowledged.outage
+            if not self._ending.wait(outage.patience_s(acknowledged.lag.saved_bytes)):
+                outage.hang()
+                return SaveState.GOES_ON
         return SaveState.FAILED if self.error() is not None and self.has_begun else SaveState.ENDED
 
     def error(self) -> BaseException | None:
@@ -135,9 +136,9 @@ class SaveInFlight:
             Exception: it cannot be written again.
         """
         self._opener.wait()
-        acknowledged = self._acknowledged
-        saved_bytes = acknowledged.lag.saved_bytes
-        longest_s = acknowledged.outage.haste_s(saved_bytes) if in_haste else None
+        acknowledged, longest_s = self._acknowledged, None
+        if in_haste:
+            longest_s = acknowledged.outage.haste_s(acknowledged.lag.saved_bytes)
         if not self._ending.wait(longest_s):
             raise goes_on(self._manager, acknowledged.lag.steps)
         begun, self._begun = self._begun, None
@@ -157,7 +158,7 @@ class SaveInFlight:
                 self._fail(*begun, AdaCheckError(f"process 0: {why}"))
             report = acknowledged.saves.last
             took_s = report.durable_s if report is not None else None
-            acknowledged.outage.end(took_s, saved_bytes)
+            acknowledged.outage.end(took_s)
             if not acknowledged.lag.steps:
                 acknowledged.last = -1
         return True

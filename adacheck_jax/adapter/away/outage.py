@@ -45,7 +45,7 @@ class Outage:
     def __init__(self, clock: Clock = time.monotonic) -> None:
         self._clock = clock
         self._since_s: float | None = None
-        self._begun_s, self._longest_s = 0.0, 0.0
+        self._begun_s, self._longest_s, self._waited_s = 0.0, 0.0, 0.0
         self._next_try_s, self._warned_s = -math.inf, -math.inf
         self.error: Exception | None = None
 
@@ -65,11 +65,9 @@ class Outage:
 
     def haste_s(self, saved_bytes: int) -> float:
         """The same, also while storage is away, for a manager that an error closes."""
-        return max(self._begun_s + self._longest_wait_s(saved_bytes) - self._clock(), 0.0)
-
-    def _longest_wait_s(self, saved_bytes: int) -> float:
         first_s = min(saved_bytes / _SLOWEST_BYTES_S, _LONGEST_FIRST_S)
-        return max(PATIENCE_S, _SLOWER * self._longest_s, first_s)
+        self._waited_s = max(PATIENCE_S, _SLOWER * self._longest_s, first_s)
+        return max(self._begun_s + self._waited_s - self._clock(), 0.0)
 
     def begin(self) -> None:
         """Notes that storage is tried now."""
@@ -92,13 +90,13 @@ class Outage:
         pause_s = min(max(RETRY_S, _WORTH * (now_s - self._begun_s)), _LONGEST_PAUSE_S)
         self._next_try_s = max(self._next_try_s, now_s + pause_s)
 
-    def end(self, took_s: float | None, saved_bytes: int) -> None:
+    def end(self, took_s: float | None) -> None:
         """Notes that a save has ended well, and the seconds that it took if they are known.
 
         One that took longer than it was waited for counts as that long: storage may have hung.
         """
         if self.error is None:
-            took_s = min(took_s or 0.0, self._longest_wait_s(saved_bytes))
+            took_s = min(took_s or 0.0, self._waited_s if self.is_away else math.inf)
             self._longest_s = max(self._longest_s, took_s)
         if self._since_s is not None and self._warned_s > -math.inf:
             what = "The save has ended" if self.error is None else "Storage answers again"

@@ -44,7 +44,7 @@ class Lag:
             a few saves.
         plan: plan of the last step; None without any.
         is_computing: True while the last save waits for more than storage.
-        saved_bytes: bytes that the last save writes, in the process that writes most.
+        saved: plans of the steps of the last save.
     """
 
     refused: int | None
@@ -53,12 +53,17 @@ class Lag:
     portion: int
     plan: SavePlan | None
     is_computing: bool = False
-    saved_bytes: int = 0
+    saved: Sequence[SavePlan] = ()
 
     def next_number(self, *, in_portions: bool) -> int | None:
         """The manager's number of the save that is written next; None if there is nothing."""
         first = self.deferred[: self.portion if in_portions else None]
         return self.refused if self.refused is not None else max(first, default=None)
+
+    @property
+    def saved_bytes(self) -> int:
+        """Bytes that the last save writes, in the process that writes most."""
+        return sum(situation.bytes_of(each.structure, each.stored) for each in self.saved)
 
     @property
     def taken_bytes(self) -> int:
@@ -103,9 +108,8 @@ class Backlog:
         last = [*([] if save is None else save.steps), *steps][-1:]
         portion = 1 if save is None else 2 * len(save.steps)
         plan, is_computing = last[0].plan if last else None, save is not None and save.is_computing
-        plans = [] if save is None else [each.plan for each in save.steps]
-        saved_bytes = sum(situation.bytes_of(each.structure, each.stored) for each in plans)
-        return Lag(refused, every, behind, portion, plan, is_computing, saved_bytes)
+        saved = () if save is None else [each.plan for each in save.steps]
+        return Lag(refused, every, behind, portion, plan, is_computing, saved)
 
     def _save_of(self, number: int | None) -> Save | None:
         """The save that was begun last, if its manager gave it this number."""
