@@ -16,9 +16,9 @@ from jax.sharding import NamedSharding, PartitionSpec
 import adacheck_jax as adacheck
 from benchmarks.common import LanguageModel, tokens_of, width_for
 
-PINNED, FREE = "pinned", "not pinned"
+PINNED, FREE, NONE = "pinned", "not pinned", "no Recorder"
 BEFORE, INSIDE = "pinned, clipped by norm before the Recorder", "pinned, clipped inside it"
-WAYS = (PINNED, FREE, BEFORE, INSIDE)
+WAYS = (PINNED, FREE, NONE, BEFORE, INSIDE)
 STAGES = ("trace_s", "lower_s", "compile_s")
 
 
@@ -79,6 +79,8 @@ def _split(mesh: Any, tree: Any) -> Any:
 
 def _optimizer(way: str, dtype: Any = None) -> optax.GradientTransformationExtraArgs:
     clip, adamw = optax.clip_by_global_norm(1.0), optax.adamw(3e-4)
+    if way == NONE:
+        return adamw
     if way == INSIDE:
         return adacheck.Recorder(optax.chain(clip, adamw), dtype=dtype)
     recorder = adacheck.Recorder(adamw, dtype=dtype, pin=way != FREE)
@@ -109,7 +111,7 @@ def _stages(mesh: Any, way: str, leaves: int) -> dict[str, float]:
 def _loop(mesh: Any, way: str, params: int, batch: int) -> Callable[[int], float]:
     """A training loop; the function does some steps and returns the seconds of the median one."""
     model = LanguageModel(width_for(params))
-    recorder = _optimizer(way, jnp.bfloat16)
+    recorder = _optimizer(way)
     weights = _split(mesh, model.initial())
     tokens = jax.device_put(tokens_of(0, batch), NamedSharding(mesh, PartitionSpec("x")))
     state = [weights, _split(mesh, recorder.init(weights))]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import signal
 import subprocess
 import sys
@@ -21,16 +22,18 @@ from tests.support import abstract, assert_same_bits, host_copy, manager_of, mes
 
 ROOT = Path(__file__).parents[2]
 WORKER_TIMEOUT_S = 280
+HUNG_S = 60
+"""Python 3.11 may hang at its end in threads of Orbax's own manager: then it is killed."""
 
 
-def printed_by(*arguments: Any) -> str:
+def printed_by(*arguments: Any, timeout_s: float = WORKER_TIMEOUT_S) -> str:
     """What a program prints."""
     done = subprocess.run(
         [sys.executable, *map(str, arguments)],
         cwd=ROOT,
         capture_output=True,
         text=True,
-        timeout=WORKER_TIMEOUT_S,
+        timeout=timeout_s,
         check=False,
     )
     assert done.returncode == 0, done.stdout[-5000:] + done.stderr[-5000:]
@@ -128,7 +131,8 @@ time.sleep(float(sys.argv[2]))
 def test_a_process_that_exits_without_a_word_leaves_whole_steps(tmp_path, seconds):
     """Neither close nor wait: the interpreter ends with a save in flight."""
     root = tmp_path / "root"
-    printed_by("-c", EXITS, root, seconds)
+    with contextlib.suppress(subprocess.TimeoutExpired):
+        printed_by("-c", EXITS, root, seconds, timeout_s=HUNG_S)
     run = support.dict_run(mesh_of((1, 1)))
     with manager_of(root, adacheck.AdaCheckHandler()) as manager:
         assert manager.latest_step() in (2, 3)
