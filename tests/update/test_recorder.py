@@ -352,3 +352,13 @@ def test_every_array_of_a_donated_state_keeps_its_memory(names, dtype, pin):
     before = {x.unsafe_buffer_pointer() for x in jax.tree.leaves(state) if x.ndim}
     after = [x for x in jax.tree.leaves(compiled(state)) if x.ndim]
     assert {x.unsafe_buffer_pointer() for x in after} == before
+
+
+def test_a_state_that_was_updated_without_jit_can_be_donated():
+    recorder = Recorder(optax.optimistic_gradient_descent(0.1))  # it keeps the gradient, too
+    params = {"w": jnp.arange(8.0)}
+    _, state = recorder.update(params, recorder.init(params), params)
+    step = jax.jit(recorder.update, donate_argnums=1)
+    _, state = step(params, state, params)
+    assert_same_bits(state.adacheck_record, host_copy(params))
+    assert state.adacheck_count == 2

@@ -56,6 +56,8 @@ def in_place_of(before: PyTree, record: PyTree) -> PyTree:
     olds = dict(jax.tree_util.tree_leaves_with_path(before))
 
     def placed(path: Any, new: Any) -> Any:
+        if not isinstance(new, jax.core.Tracer):  # which the optimizer's state may have too
+            return jnp.copy(new)
         old: Any = olds.get(path)
         if not isinstance(old, jax.core.Tracer) or jax.typeof(old) != jax.typeof(new):
             return new
