@@ -19,6 +19,15 @@ if TYPE_CHECKING:  # which imports JAX
 _GROUP = "Without a checkpoint"
 
 
+_NEEDS = (
+    ("host memory, each process", "two bases, three deltas; one, two if saves are waited for"),
+    ("the same, shadow=None", "two bases, two deltas; none, two if saves are waited for"),
+    ("programs, each process", "what saves compile"),
+    ("disk", "two bases, and the deltas between"),
+)
+"""Needs of a run, and what makes each."""
+
+
 def _show_plan(report: RedundancyReport) -> None:
     """Print bytes of each kind of save, and of each kind of redundancy."""
     print_text(
@@ -47,21 +56,9 @@ def _show_plan(report: RedundancyReport) -> None:
         right=("bytes", "times less"),
     )
     print_text("")
-    needs = (
-        (
-            "host memory, each process",
-            report.memory_bytes,
-            "two bases, three deltas; one, two if saves are waited for",
-        ),
-        (
-            "the same, shadow=None",
-            report.sampled_memory_bytes,
-            "two bases, two deltas; none, two if saves are waited for",
-        ),
-        ("programs, each process", report.program_bytes, "what saves compile"),
-        ("disk", report.disk_bytes, "two bases, and the deltas between"),
-    )
-    rows = [(name, decimal(size), why) for name, size, why in needs if size is not None]
+    sizes = report.memory_bytes, report.sampled_memory_bytes, report.program_bytes
+    needs = zip(_NEEDS, (*sizes, report.disk_bytes), strict=True)
+    rows = [(name, decimal(size), why) for (name, why), size in needs if size is not None]
     if rows:
         print_rows(("a run needs at most", "bytes", "for"), rows, right=("bytes",))
         print_text("")

@@ -346,6 +346,11 @@ class ReplicaCheck:
         return {values[nearest(each, ranks)] for each in held if each}
 
 
+def comparison_of(sites: Sequence[Site]) -> ReplicaCheck:
+    """The comparison of replicas of what is not saved."""
+    return ReplicaCheck("warn", sites, (), DeviceGrid((), ()), Primary())
+
+
 @jax_settings.own()
 def replica_report(state: trees.PyTree) -> ReplicaReport:
     """Compares all replicas of a state, on its devices, bit by bit.
@@ -375,7 +380,7 @@ def replica_report(state: trees.PyTree) -> ReplicaReport:
     watched = {site.leaf: arrays[site.leaf] for site in sites}
     sums = fingerprint.Contributions(watched, dict.fromkeys(watched, ()), every_replica=True)
     sums.sums()
-    check = ReplicaCheck("warn", sites, (), DeviceGrid((), ()), Primary())
+    check = comparison_of(sites)
     parts = _gathered(check.part(sums.replicas))
     replica_count = sum(len(site.holders) for site in sites)
     found = compare(check.differing(parts))

@@ -12,8 +12,8 @@ import numpy as np
 from adacheck_jax.device import trees
 from adacheck_jax.device.fingerprint import accounted
 from adacheck_jax.device.ownership import share_out
-from adacheck_jax.device.primary import DeviceGrid, Primary, grid_of
-from adacheck_jax.device.replicas import ReplicaCheck, replicated_sites
+from adacheck_jax.device.primary import grid_of
+from adacheck_jax.device.replicas import ReplicaCheck, comparison_of, replicated_sites
 from adacheck_jax.device.sharding import distinct_boxes, layout_of_array
 from adacheck_jax.device.transfer import Pick, picks_of
 from adacheck_jax.errors import MismatchError
@@ -36,7 +36,7 @@ class PublishedShare:
         leaves: the leaves, in shares.
         picks: the boxes that it copies.
         whole_picks: the whole shards that it fingerprints on devices.
-        replicas: the comparison of their replicas, which only one of is published.
+        replicas: compares the replicas of all boxes, since one of each is published.
     """
 
     kinds: Sequence[Kind]
@@ -100,6 +100,5 @@ def share_of(kinds: Sequence[Kind], arrays: Sequence[Any], process: int) -> Publ
         picks[i] = whole_picks[i] = picks_of(array, boxes, ranks)
         if count > 1 and grids[i].cuts != layouts[i].cuts:
             whole_picks[i] = picks_of(array, accounted(array, process), ranks)
-    sites = replicated_sites([path for path, *_ in kinds], arrays)
-    check = ReplicaCheck("raise", sites, (), DeviceGrid((), ()), Primary())
-    return PublishedShare(kinds, leaves, picks, whole_picks, check)
+    compared = comparison_of(replicated_sites([path for path, *_ in kinds], arrays))
+    return PublishedShare(kinds, leaves, picks, whole_picks, compared)

@@ -77,13 +77,13 @@ def _split(mesh: Any, tree: Any) -> Any:
     return jax.tree.map(placed, tree)
 
 
-def _optimizer(way: str, dtype: Any = None) -> optax.GradientTransformationExtraArgs:
+def _optimizer(way: str) -> optax.GradientTransformationExtraArgs:
     clip, adamw = optax.clip_by_global_norm(1.0), optax.adamw(3e-4)
     if way == NONE:
         return adamw
     if way == INSIDE:
-        return adacheck.Recorder(optax.chain(clip, adamw), dtype=dtype)
-    recorder = adacheck.Recorder(adamw, dtype=dtype, pin=way != FREE)
+        return adacheck.Recorder(optax.chain(clip, adamw))
+    recorder = adacheck.Recorder(adamw, pin=way != FREE)
     return optax.chain(clip, recorder) if way == BEFORE else recorder
 
 

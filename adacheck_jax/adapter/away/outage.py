@@ -21,9 +21,9 @@ PATIENCE_S = 5.0
 _SLOWER = 4.0
 """The same in times of what the longest save took."""
 _SLOWEST_BYTES_S = 100e6
-"""The same by what it writes, for a first one: bytes a second of a slow disk."""
-_LONGEST_FIRST_S = 60.0
-"""Longest time that this gives."""
+"""The same by what it writes: bytes a second of a slow disk."""
+_MOST_BY_BYTES_S = 60.0
+"""Most seconds that this gives."""
 RETRY_S = 5.0
 """Seconds between two tries while storage refuses, and the next one is kept in memory."""
 _WORTH = 10.0
@@ -65,8 +65,8 @@ class Outage:
 
     def haste_s(self, saved_bytes: int) -> float:
         """The same, also while storage is away, for a manager that an error closes."""
-        first_s = min(saved_bytes / _SLOWEST_BYTES_S, _LONGEST_FIRST_S)
-        self._waited_s = max(PATIENCE_S, _SLOWER * self._longest_s, first_s)
+        writing_s = min(saved_bytes / _SLOWEST_BYTES_S, _MOST_BY_BYTES_S)
+        self._waited_s = max(PATIENCE_S, _SLOWER * self._longest_s, writing_s)
         return max(self._begun_s + self._waited_s - self._clock(), 0.0)
 
     def begin(self) -> None:

@@ -76,8 +76,8 @@ class Lag:
         """Host memory that they may take in this process while storage is away.
 
         As much as a base takes, or a quarter of what would be free without them: the save that
-        writes them packs them, joins the packs and, in a store, makes files of them in memory. In
-        any case half of that, since a process that takes all is killed, and they with it.
+        writes them packs them, joins the packs and, in a store, makes files of them in memory. At
+        most half of what would be free, since a process that takes all is killed, and they with it.
         """
         if self.plan is None:
             return 0
