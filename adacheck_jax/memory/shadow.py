@@ -9,8 +9,9 @@ Other systems keep such a replica for recovery alone (LowDiff+, AdaCheck); none 
 """
 
 # Threads: start, follow, is_beyond and recover are called by whoever saves or restores; a Proof by
-# the thread that moves the run's steps on. All work on the copy itself (``shadow_state``) is done
-# by the one thread made here, in the order in which it was asked for. No lock: the callers change
+# the thread that moves the run's steps on. The copy itself (``shadow_state``) is loaded, moved and
+# copied by the one thread made here, in the order in which that was asked for; a recovery reads its
+# file on the caller's. No lock: the callers change
 # the references here alone, and the thread never reads them.
 
 from __future__ import annotations

@@ -147,8 +147,7 @@ def by_counters(situation: Situation, options: Options) -> Decision:
     if step <= parent.step:
         return unplanned(f"step {step} does not follow step {parent.step}")
     if (length := situation.length).due is BaseDue.NOW:
-        full = f"{length.deltas} of {length.most}"
-        return Decision("base", f"the lineage is full ({full} deltas)")
+        return Decision("base", length.reason)
     if options.delta == "bits":
         return Decision("bits", "as the handler was told")
     before = parent.counts

@@ -4,6 +4,9 @@ The schedule (:mod:`adacheck_jax.schedule`) gives the number of deltas that may 
 a committed delta can become a base in the background, the loop does not write one until the lineage
 has twice that length. All other reasons for a base, such as another tree or a counter that skipped,
 are in :mod:`~adacheck_jax.plan.decision`: no delta is possible there.
+
+The numbers come from ``Planner`` (``save/line/planner.py``). All processes must have the same ones:
+they count from the base that all were told of, and not from the newest that one finds on the disk.
 """
 
 from __future__ import annotations
@@ -48,8 +51,8 @@ class LineageLength:
     def due(self) -> BaseDue:
         """When the next base is written.
 
-        A base has no room for deferred steps, of which there are more while storage is away: the
-        save after that which writes them is one.
+        A base cannot hold deferred steps, of which there are more while storage is away: the save
+        that writes them is a delta, and the next one a base.
         """
         if self.deferred:
             return BaseDue.NOT_YET
@@ -58,6 +61,11 @@ class LineageLength:
         if self.can_become_base and self.deltas + 1 >= self.longest:
             return BaseDue.IN_BACKGROUND
         return BaseDue.NOT_YET
+
+    @property
+    def reason(self) -> str:
+        """The reason for a base that is due now, for the log and the manifest."""
+        return f"the lineage is full ({self.deltas} of {self.most} deltas)"
 
     @property
     def has_room_for_deferred(self) -> bool:

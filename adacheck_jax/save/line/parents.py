@@ -1,4 +1,7 @@
-"""The line of a run: the steps saved and restored last, as the disk has them, and deferred ones."""
+"""The line of a run: steps that the next delta may follow, as the disk has them; deferred ones.
+
+:mod:`~adacheck_jax.plan.which_parent` chooses among them.
+"""
 
 from __future__ import annotations
 
@@ -7,8 +10,8 @@ import logging
 from dataclasses import dataclass
 
 from adacheck_jax.errors import AdaCheckError
-from adacheck_jax.plan.decision import advanced
 from adacheck_jax.plan.situation import Counts
+from adacheck_jax.plan.which_parent import which_parent
 from adacheck_jax.save.line.notices import tell_given_up
 from adacheck_jax.save.one_save import Save
 from adacheck_jax.save.pending import KnownStep, Pending
@@ -141,8 +144,10 @@ class Line:
         self.deferred_behind, self.deferred = saved, self.deferred[len(save.steps) :]
 
     def follow(self, restored: Parent) -> None:
-        """Notes a step that was restored."""
-        # The step saved last stays a candidate: an older one may be restored for a look.
+        """Notes a step that was restored: a candidate, before the step saved last.
+
+        That one stays a candidate, since an older step may be restored for a look alone.
+        """
         saved = self.saved
         others = (saved,) if saved is not None and saved.directory != restored.directory else ()
         for each in self._candidates:
@@ -165,13 +170,10 @@ class Line:
         return parent.lineage is not None
 
     def choose(self, final_directory: AnyPath, counts: Counts) -> Parent | None:
-        """The step to follow: of those on the disk the first that the counters follow."""
+        """The step to follow, of those that are on the disk; None if there is none."""
         found = [each for each in self._candidates if self.look(each, final_directory)]
-        for each in found:
-            before = each.lineage.manifest.counts if each.lineage else ()
-            if counts and len(before) == len(counts) and advanced(before, counts) is not None:
-                return each
-        return found[0] if found else None
+        position = which_parent([x.lineage.manifest.counts for x in found if x.lineage], counts)
+        return None if position is None else found[position]
 
     def note_parent(self, number: int | None, parent: Parent | None) -> None:
         """Tells the policy which step a new one refers to; a base refers to none."""
