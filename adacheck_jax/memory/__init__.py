@@ -6,7 +6,7 @@ memory may be a file (:mod:`~adacheck_jax.memory.files.shadow_file`), from which
 gets its state back (:mod:`~adacheck_jax.memory.recovered`):
 :mod:`~adacheck_jax.memory.files.journal` says what lies in it and in which order it is written.
 
-Of several processes each has a file, with boxes of its own and of others
+Each of several processes has a file, with boxes of its own and of others
 (:mod:`~adacheck_jax.memory.holdings`), which are sent where no device of its own has them
 (:mod:`~adacheck_jax.memory.sending.wire`). They go from step to step together
 (:mod:`~adacheck_jax.memory.peers`), agree on one after a restart

@@ -141,7 +141,7 @@ def _whole(step: int, offers: Sequence[Offer], sizes: Sequence[int]) -> tuple[in
 
 
 def missing_leaves(held: AbstractSet[LeafBox], sizes: Sequence[int]) -> list[int]:
-    """The leaves of which some elements are in none of the boxes, which are of one grid."""
+    """The leaves with elements that are in none of the boxes, which are of one grid."""
     found = [0] * len(sizes)
     for i, box in held:
         found[i] += box.size
@@ -178,7 +178,7 @@ def right_sums(found: Iterable[Mapping[LeafBox, int | None]], sums: Sequence[int
 
 
 def givers(held: Mapping[int, AbstractSet[LeafBox]]) -> OfBoxes:
-    """The process that gives each box of each leaf: of several that have it one with few so far.
+    """The process that gives each box of each leaf: among those that have it one with few so far.
 
     Args:
         held: boxes that each process has in its files.

@@ -40,7 +40,7 @@ def _left_in_groups() -> Iterator[int]:
         if controller not in _MEMORY:
             continue
         names, own = _MEMORY[controller], PurePosixPath(inside.lstrip("/"))
-        for group in (own, *own.parents):  # of which a container sees its own part alone
+        for group in (own, *own.parents):  # a container sees its own part of them
             place = _GROUPS / controller / group
             limit, taken = (_first(place / name) for name in names[:2])
             if limit is not None and taken is not None:

@@ -232,7 +232,7 @@ def _rows_of(pieces: Pieces) -> Iterable[tuple[int, ...]]:
 
 def _holders(layout: Layout, box: Box) -> frozenset[int]:
     """The processes whose devices hold a box."""
-    place = 0  # of the box of the layout around it, in grid order
+    place = 0  # the number, in grid order, of the layout's box around it
     for cuts, start, stop in zip(layout.cuts, box.start, box.stop, strict=True):
         n = bisect.bisect_right(cuts, start) - 1
         if stop > cuts[n + 1]:

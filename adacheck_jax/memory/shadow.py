@@ -137,7 +137,7 @@ class ShadowThread:
 
         None while the state that it begins with is being taken.
         """
-        # Of several processes each would have to know of all.
+        # Each of several processes would have to know of all.
         alone = jax.process_count() == 1 and is_host()
         if not (alone and self.follows and isinstance(self._state, ShadowState)):
             return False
@@ -202,8 +202,9 @@ class ShadowThread:
     def copied(self, structure: Structure, *, is_base: bool) -> Mapping[int, Sequence[Box]]:
         """The boxes that this process does not own and that the shadow takes of a step.
 
-        Of a base those of what no update touches: it is not known yet how the update takes the
-        state apart. A step after it may have another structure than the base, which lies alike.
+        Of a base it takes the leaves that no update touches: it is not known yet how the update
+        takes the state apart. A step after it may have another structure than the base, which lies
+        alike.
         """
         copy, peers = self._state, self._peers
         if peers is None:
@@ -240,7 +241,7 @@ class ShadowThread:
         return copy.journal.kind, copy.base_reason(ahead) if self._is_loaded else ""
 
     def learn(self, *, keeps_records: bool, due: str) -> None:
-        """Learns what all processes agreed on: of what kind files are, and why a base is due."""
+        """Learns what all processes agreed on: the kind of their files, and why a base is due."""
         if keeps_records and not self._keeps_records:
             self.give_up(due)
         elif self._place is not None:

@@ -50,7 +50,7 @@ class ShadowStep:
         sums: gives this process's contribution to the fingerprint of each leaf; may wait.
         before: the step before it; None for a step to begin with.
         again: the same state, if it was followed already.
-        lost: gives the processes of whose boxes, in ``blocks``, some did not come; may wait.
+        lost: gives the processes whose boxes in ``blocks`` did not all come; may wait.
     """
 
     own: Position
@@ -339,8 +339,8 @@ class ShadowState(Followed):
     ) -> Mapping[int, Blocks] | None:
         """Copies what this process has of a step; None if the copy is elsewhere, or lacks a leaf.
 
-        Of several processes each has boxes of an array, which together are all of it, and one has
-        each number.
+        Each of several processes has boxes of an array, which together are all of it; one process
+        has each number.
         """
         if self.position is not position:
             return None
@@ -363,7 +363,7 @@ class ShadowState(Followed):
         blocks = step.blocks
         updates = change.updates
         after = frozenset(self._compared)
-        if updates:  # of several processes one alone may store what it found wrong
+        if updates:  # one process alone may store what it found wrong
             after = change.unreplayed.union(after.intersection(change.stored))
         journal, own, passed = self.journal, after - self.update.stored, None
         records = self.structure.arguments[2]

@@ -193,7 +193,7 @@ class _Taken:
     Attributes:
         file: itself.
         found: what it holds.
-        boxes: the boxes in it of which nothing tells that they changed, with the fingerprint of
+        boxes: the boxes in it that have not changed, as far as is known, with the fingerprint of
             each; None where all that changed is known.
     """
 

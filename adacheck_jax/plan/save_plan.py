@@ -302,7 +302,7 @@ def _stored(
     if decision.kind != "replay":
         return tuple(every)
     replayed = structure.computed - update.stored - frozenset(wrong)
-    # Without an update the record is the parent's, and so it is none of the next one's business.
+    # Without an update the record is the parent's, and the next step does not need it.
     idle = structure.consumed - structure.consumed_by(decision.updates)
     return tuple(i for i in every if i in wrong or not (i in replayed or i in idle))
 

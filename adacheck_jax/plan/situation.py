@@ -80,8 +80,8 @@ class Situation:
     Attributes:
         step: step number; None if neither the caller nor the directory gives it.
         counts: update counters; None while they are still being computed.
-        replayable: True if no leaf of an update is stored in another data type; of a step that is
-            deferred, none of the step saved last.
+        replayable: True if no leaf of an update is stored in another data type; for a deferred step
+            no leaf of the step saved last.
         quarantined: leaves whose replay was found wrong in a way that a sample may miss.
         parent: the step that a delta would follow; None for none.
         is_only: True if no other step could be followed instead.

@@ -2,7 +2,7 @@
 
 Where one records a step that the others save, each would wait in what the others never come to. So
 each process tells its calls, with its beats and with each message about such a call; and who hears
-or waits compares them. Behind such a call comes a collective of Orbax, which nobody could leave.
+or waits compares them. After such a call comes a collective of Orbax, which no process could leave.
 """
 
 # Threads: a training loop's notes; those of the beats and of consents read, and set ``error``.

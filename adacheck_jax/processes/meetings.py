@@ -184,7 +184,7 @@ class Exchange:
         return None
 
     def reports(self, topic: str) -> Sequence[Report]:
-        """The reports of all processes, after they agreed; of several."""
+        """The reports of several processes, after they agreed."""
         if topic not in self._gathered:
             with self._service_named():
                 keys = [f"{self._key}/{topic}/{each}" for each in range(self._service.count)]

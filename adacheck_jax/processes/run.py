@@ -18,7 +18,7 @@ from adacheck_jax.processes.meetings import ALONE, Exchange
 from adacheck_jax.processes.service import ROOM, Patience, Service
 
 _REMEMBERED = 1000
-"""Number of directories of which the number of saves is known."""
+"""Number of directories whose number of saves is known."""
 _KEPT_BARRIERS = 64
 """Number of barriers after which no process waits in an earlier one."""
 

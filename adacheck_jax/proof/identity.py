@@ -1,8 +1,8 @@
 """``identity``: are the saved arrays the very ones that ``separate_update`` returned?
 
-Then nothing is left to compare, if the program that it ran is the one that a restore will run. Of
-the arrays that it took first, which no update has returned, the elements have to be the same too:
-on CPU devices they may lie in memory that their owner can change.
+Then nothing is left to compare, if the program that it ran is the one that a restore will run. No
+update has returned the arrays that it took first, so their elements are compared too: on CPU
+devices they may lie in memory that their owner can change.
 """
 
 from __future__ import annotations

@@ -22,9 +22,9 @@ _EARLY_COUNT = 3
 class Sampling:
     """Replays samples of the leaves.
 
-    The sample of a state is taken for the step after it. Where ``proves`` says that all of that
-    step will be compared, it is of fewer elements (:meth:`Sites.thinned`); None stands for not yet.
-    What few steps need is not compiled.
+    The sample of a state is taken for the step after it. It has fewer elements
+    (:meth:`Sites.thinned`) if ``proves`` says that the whole of that step will be compared (None:
+    not known yet). Programs that few steps need are not compiled.
     """
 
     def __init__(
@@ -130,9 +130,9 @@ class _Samples:
     def take(
         self, arrays: Sequence[Any], starts: Starts, *, is_before: bool, on_host: bool = False
     ) -> Sample:
-        """A sample; taken ``on_host`` from arrays in other memory than that of the first ones.
+        """A sample; by way of the host if the arrays have moved to other memory (``on_host``).
 
-        So it is, too, until there are programs for it.
+        The host takes it too until its programs are compiled.
         """
         taker = None if on_host else self._takers.get(is_before)
         if taker is not None and taker.is_ready:

@@ -184,8 +184,8 @@ def copies_of_restored(
 ) -> Mapping[int, Blocks]:
     """Copies of a restored state that the first save after it may be stored as differences from.
 
-    Copied are the boxes that ``specs`` have of the leaves ``kept``; of all leaves if it is None. A
-    leaf that was left out is None.
+    The boxes that ``specs`` have of the leaves ``kept`` are copied; without ``kept`` those of all
+    leaves. A leaf that was left out is None.
     """
     process = jax.process_index()
     plain = {i: transfer.raw(leaf) for i, leaf in enumerate(leaves) if leaf is not None}
@@ -198,8 +198,8 @@ def copies_of_restored(
 def comparable(copies: Mapping[int, Blocks], plan: SavePlan) -> Mapping[int, Blocks]:
     """The parent's leaves from which differences may be stored.
 
-    A record is read by itself. Of a leaf that is replayed elsewhere one process may store its boxes
-    and another not: then all of them have to do without what was there before.
+    A record is read by itself. One process may store its boxes of a leaf that another one replays:
+    then all of them do without the elements that were there before.
     """
     if plan.is_base or plan.stores_all:
         return NOTHING

@@ -432,7 +432,7 @@ class Pending(KnownStep):
 
     def leave_arrays(self) -> None:
         """Waits until nothing reads the state's arrays any more."""
-        for each in self.readers:  # the last of which another one adds
+        for each in self.readers:  # and the last reader may add one more
             concurrent.futures.wait([each])
 
     def release(self) -> None:

@@ -78,8 +78,8 @@ class Resumer:
     ) -> None:
         """Makes a restored step the parent of the next save.
 
-        The next state is compared with its ``leaves``, of which one that was left out is None; the
-        caller gets the ``state``. ``measured`` are seconds by the names of costs; ``has_shadow``
+        The next state is compared with its ``leaves``; a leaf that was left out is None. The caller
+        gets the ``state``. ``measured`` are seconds by the names of costs; ``has_shadow``
         says that the state is the shadow's already.
         """
         update = restored.base.update
@@ -161,7 +161,7 @@ class Resumer:
                 raise
         else:
             found = together.state_of(*args, files, exchange, deliver, replay)
-            if found.has_records:  # which this run finds out as the last one did, else
+            if found.has_records:  # otherwise this run finds that out by itself
                 self._shadow.keep_records()
         if newest is None or newest.lineage is None or newest.step != found.step:
             self.forget()

@@ -129,8 +129,8 @@ class Saver:
         """Plans and stages a save; the only part of it that blocks the caller.
 
         The directory is that of the item once it is committed, ``number`` the one in the name of
-        the step's directory. A step without a number takes that, else the counter. The leaves in
-        ``cast`` are stored in another data type than they are trained in.
+        the step's directory. A step without a number takes that one; without that the counter. The
+        leaves in ``cast`` are stored in another data type than they are trained in.
         """
         with self._lock:
             self._enter(is_save=True)
@@ -420,7 +420,7 @@ class Saver:
         if save is not None and save.agreed is not None:
             measured, save.measured = save.measured, ()
             self._schedule.add(measured)
-        # Of several processes one may not know yet, when a step is recorded, what another one does.
+        # When a step is recorded, a process may not know yet what another one does.
         if is_save or jax.process_count() == 1:
             self._go_on(save)
 

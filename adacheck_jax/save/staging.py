@@ -117,7 +117,7 @@ class Stager:
         """The step with the copies that are taken of its state."""
         planned, every_replica = proposal.plan, self._options.check_replicas != "off"
         wanted = _wanted(planned)
-        if planned.is_base:  # of what updates touch the shadow gets all that is here
+        if planned.is_base:  # the shadow gets all that is here of the leaves of updates
             wanted -= snapshot.structure.touched
         seconds = self.second_copies(snapshot, wanted, is_base=planned.is_base)
         copies = host_copies.take_copies(snapshot, planned, seconds, every_replica=every_replica)

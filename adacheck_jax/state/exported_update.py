@@ -32,7 +32,7 @@ Engine = Literal["sample", "full", "identity"]
 """Ways to compare a replay with its state: see :mod:`~adacheck_jax.proof`."""
 
 _COPIED_BYTES = 64 * 2**20
-"""Largest state of which a second copy is kept, unasked, where a sample could not tell."""
+"""Largest state that is copied a second time, unasked, where a sample could not tell."""
 
 _log = logging.getLogger(__name__)
 

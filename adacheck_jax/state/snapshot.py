@@ -190,8 +190,8 @@ class Structure:
 
     def summing_of(self, arrays: Mapping[int, Any]) -> Summing:
         """As :meth:`summing`, of some arrays that lie as the leaves do."""
-        # On CPU devices both engines may sum up one leaf, at one save and the next: what this
-        # process contributes must be the same then, so no whole shards of which it owns a part.
+        # On CPU devices both engines may sum up one leaf, at one save and the next. This process
+        # must contribute the same then, so no whole shards that it owns in part.
         return Summing(
             {
                 i: x
@@ -430,7 +430,7 @@ def bound_paths(bindings: Sequence[Binding]) -> frozenset[str]:
 
 
 def _donated(state: PyTree) -> MismatchError:
-    """Error for a state of which some arrays have no elements any more."""
+    """Error for a state with arrays that have no elements any more."""
     named, _ = trees.flatten(state)
     paths = [p for p, x in named.items() if isinstance(x, jax.Array) and x.is_deleted()]
     return MismatchError(

@@ -5,8 +5,8 @@ the state. Nothing that is there is overwritten but by a whole state, before whi
 that there is no step. A step is stored behind the last one; the header, which tells where its end
 is, makes it the file's.
 
-Of several processes the state and each step begin with a fingerprint of every box, so that a bit
-that changes here later costs the box, of which another process may have a copy, and not the step.
+In a run of several processes the state and each step begin with a fingerprint of every box: a bit
+that changes here later costs the box, and not the step. Another process may have a copy of the box.
 """
 
 from __future__ import annotations

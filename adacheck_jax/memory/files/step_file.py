@@ -135,8 +135,8 @@ class Found:
         step: its number.
         blocks: boxes of each leaf that has elements, by leaf index: views of the file.
         sums: the fingerprint of each leaf, or what the file's process contributes to it.
-        changed: boxes of which bits have changed since they were stored or folded, as far as a
-            fingerprint of them is known.
+        changed: boxes whose bits have changed since they were stored or folded, as far as their
+            fingerprints are known.
         box_sums: fingerprints of the boxes as they are; none where all that changed is known.
         records: the steps between the state in the blocks and this one, to be replayed.
     """

@@ -101,8 +101,8 @@ class Wire:
     ) -> Received | None:
         """Takes what is sent of some leaves, and asks the others if all do so.
 
-        None where nothing need be sent of such a state. What ``is_followed`` goes to shadows. Else
-        :meth:`finish` has to follow, whatever happens.
+        None if no leaf of the state need be sent; otherwise :meth:`finish` has to follow, whatever
+        happens. Shadows get a step that ``is_followed``.
         """
         parts = self._shadow.sent(snapshot.structure, update)
         if not parts or consent is None:

@@ -30,7 +30,7 @@ class Quarantine:
         return bool(self._reason)
 
     def learn(self, reason: str, paths: Collection[str] = ()) -> None:
-        """Notes the message of a finding, of which the first stays, and leaves not to rely on."""
+        """Notes leaves not to rely on, and the message of a finding, if it is the first one."""
         self._reason = self._reason or reason[:_REASON_LENGTH]
         self._paths |= frozenset(paths)
 

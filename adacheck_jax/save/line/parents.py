@@ -200,7 +200,7 @@ class Line:
     def keeps_ancestors(self, final_directory: AnyPath) -> bool:
         """True if the steps that a delta builds on live as long as it does."""
         keep = self._keep_lineage
-        # A manager asks with each save: one that did not so far has another policy, or none.
+        # A manager asks with each save. If it has not asked yet, it has another policy, or none.
         is_kept = keep is not None and (keep.is_asked or self.saved is None)
         return is_kept or self.has_links(final_directory)
 

@@ -247,7 +247,7 @@ class Planner:
     def _shadow_problem(self, before: KnownStep, again: Pending | None) -> str:
         """The reason why a base is due: the shadow followed what was given up, or has no room.
 
-        Of several processes all have to plan alike: by what they agreed on with the last save.
+        Several processes have to plan alike: by their agreement of the last save.
         """
         if jax.process_count() > 1:
             return self._shadow.due
@@ -356,8 +356,8 @@ class Planner:
                 self.snapshots.follow(save.agreed_primary)
             if isinstance(save.error, ReplayError):  # without the path of the step's directory
                 self._learn_disproved(str(save.error.__cause__ or save.error), save.steps)
-        # Of several processes one alone may have found a deferred step wrong: the save that writes
-        # it fails in all of them.
+        # One process alone may have found a deferred step wrong: the save that writes it fails in
+        # all processes.
         if jax.process_count() == 1 and (wrong := self.line.wrong):
             kept, error = wrong
             self._learn_disproved(str(error), self.line.deferred[kept:])
@@ -428,7 +428,7 @@ def is_computed(snapshot: Snapshot) -> bool:
 
 
 def name_of(planned: SavePlan, snapshot: Snapshot) -> str:
-    """Name of a comparison of which all processes have to enter the same."""
+    """Name of a comparison; all processes have to enter the comparison of one name."""
     counts, updates = planned.counts, planned.decision.updates
     where = f"{planned.update.digest} {snapshot.structure.placement}"
     return f"step {planned.step}, {counts}, {updates}: {where}"
@@ -453,7 +453,7 @@ def checker_of(
 
 
 def _owned_by_others(snapshot: Snapshot, leaves: Collection[int]) -> frozenset[int]:
-    """Those of some leaves of which this process holds, and so samples, what another one owns."""
+    """Those of some leaves whose boxes this process holds, and so samples, and another one owns."""
     structure, found = snapshot.structure, set[int]()
     for i in leaves if jax.process_count() > 1 else ():
         array, leaf, held = snapshot.arrays[i], structure.leaves[i], structure.leaves[i].boxes
