@@ -10,7 +10,7 @@ import numpy as np
 
 from adacheck_jax.format import pack_plan
 from adacheck_jax.format.boxes import Blocks, Box
-from adacheck_jax.format.encodings import codes, planes
+from adacheck_jax.format.encodings import choice
 from adacheck_jax.format.encodings.codes import Code
 from adacheck_jax.format.manifest import Encoding, Leaf
 from adacheck_jax.format.pack_plan import Extent, Pairs, WritePlan
@@ -92,13 +92,13 @@ class DeltaWriter:
 
     def packed(self, process: int, process_count: int) -> Packed:
         """Chooses each leaf's encoding, and fills this process's section of its pack."""
-        coded = {i: found for i in self.candidates if (found := self._codes(i))}
-        letters = {i: Encoding.CODED if i in coded else self._encoding(i) for i in self.candidates}
-        letters = {i: each for i, each in sorted(letters.items()) if each is not Encoding.SAME}
+        chosen = {i: self._chosen(i) for i in sorted(self.candidates)}
+        letters = {i: each for i, (each, _) in chosen.items() if each is not Encoding.SAME}
+        coded = {i: codes for i, (_, codes) in chosen.items() if codes}
         own, none = "".join(letters.values()), Encoding.SAME * len(letters)
         sizes = [
             coded[i][box].sizes(is_split=self.compression != "none")
-            for i in sorted(coded)
+            for i in coded
             for box in self.leaves[i].boxes_of(process)
         ]
 
@@ -172,29 +172,14 @@ class DeltaWriter:
                 pairs.append((i, chosen[first]))
         return pairs
 
-    def _codes(self, index: int) -> dict[Box, Code] | None:
-        """Codes of this process's boxes of one leaf; None if they do not pay."""
-        blocks = self.blocks[index]
-        if index in self.previous or not blocks:
-            return None
-        if not codes.may_pay(max(blocks.values(), key=lambda block: block.size)):
-            return None
-        made = {box: codes.encode(block) for box, block in blocks.items()}
-        return made if codes.pay(made.values(), blocks.values()) else None
-
-    def _encoding(self, index: int) -> Encoding:
-        """Encoding of this process's boxes of one leaf."""
-        blocks, previous = self.blocks[index], self.previous.get(index)
-        if not blocks:
-            return Encoding.SAME
-        if previous is not None:
-            return planes.choose_difference((block, previous[box]) for box, block in blocks.items())
-        if self.compression == "none":
-            return Encoding.RAW
-        chosen = self.encodings.choices.get(index) or planes.choose_whole(blocks.values())
-        if chosen is not Encoding.PLANES:  # zeros may be a matter of this step alone
-            self.encodings.choices[index] = chosen
-        return chosen
+    def _chosen(self, index: int) -> tuple[Encoding, Mapping[Box, Code]]:
+        """Encoding of this process's boxes of one leaf, with the codes of one of its own size."""
+        blocks, last = self.blocks[index], self.encodings.choices
+        compresses, previous = self.compression != "none", self.previous.get(index)
+        letter, made = choice.choose(blocks, previous, last.get(index), compresses=compresses)
+        if letter in choice.LASTING:
+            last[index] = letter
+        return letter, made
 
 
 def write(packed: Sequence[Packed], start: AnyPath) -> list[dict[str, Any]]:

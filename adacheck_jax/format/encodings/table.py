@@ -1,8 +1,9 @@
 """The encodings of a block of elements in a pack: one table, by the letters that manifests have.
 
-To add one: an encoding in a module of this room, its entry in :data:`ENCODINGS`, its letter in
-:class:`~adacheck_jax.format.manifest.Encoding`, and the rule by which
-:mod:`~adacheck_jax.store.delta_writer` chooses it. Layout, writing and reading ask the table.
+To add one: a module of this room (a model is :mod:`~adacheck_jax.format.encodings.codes`), its
+entry in :data:`ENCODINGS`, the rule of :mod:`~adacheck_jax.format.encodings.choice`, and its letter
+in :class:`~adacheck_jax.format.manifest.Encoding`, with a new ``FORMAT_VERSION``: an older release
+does not know it. Layout, writing and reading ask the table.
 """
 
 from __future__ import annotations
