@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import importlib.metadata
+import importlib.util
 import os
 import time
 from collections.abc import Callable, Iterable, Iterator
@@ -17,7 +18,7 @@ from adacheck_jax.store.steps import roots
 from adacheck_jax.store.steps.marks import STEP_METADATA, is_told_by_names
 from adacheck_jax.store.steps.roots import Place
 from adacheck_jax.store.storage.location import AnyPath, Location, at, located
-from adacheck_jax.store.storage.schemes import SCHEMES, scheme_of
+from adacheck_jax.store.storage.schemes import SCHEMES, scheme_of, shown
 
 _DIRECTORIES_S = 5.0
 """Longest wait of a refused save for Orbax's directories."""
@@ -94,19 +95,27 @@ def root_path(root: AnyPath | str) -> epath.Path:
 
     Raises:
         StorageError: a URL of another kind, or one that a ``pathlib.Path`` has mangled; a path that
-            is read otherwise in some places; or no directory is, or can be, there.
+            is read otherwise in some places; no directory is, or can be, there; or the package is
+            missing by which Orbax reaches a store.
         TypeError: it is no path.
     """
     if not isinstance(root, str | os.PathLike | Location):
         raise TypeError(
             f"expected a path or a URL as the root, found {root!r}. Nothing was made; give "
-            "checkpoint_manager a directory, gs://bucket/name or s3://bucket/name."
+            f"checkpoint_manager a directory, or {shown('bucket/name')}."
         )
     text = str(root)
     if "://" not in text:
         text = os.path.expanduser(text)
     place = located(text)
     _refuse_misread(place)
+    scheme = scheme_of(place)
+    if scheme is not None and importlib.util.find_spec(scheme.client) is None:
+        extra = text.partition("://")[0]
+        raise StorageError(
+            f"{place}: expected the package {scheme.client}, by which Orbax reaches it, found none."
+            f" Nothing was made or read; install adacheck-jax[{extra}]."
+        )
     if at(place).on_file_system and (why := _nearest(Path(str(place)))[1]):
         raise StorageError(
             f"{place}: expected a directory as the root, or nothing yet, but {why}. Nothing was "

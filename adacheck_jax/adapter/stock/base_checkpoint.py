@@ -43,7 +43,7 @@ from adacheck_jax.restore import base_reader
 from adacheck_jax.restore.agreed import ALONE, Agreed
 from adacheck_jax.restore.shared_reads import ReadOnce
 from adacheck_jax.store.storage.location import AnyPath, at, located
-from adacheck_jax.store.storage.schemes import scheme_of
+from adacheck_jax.store.storage.schemes import SCHEMES, scheme_of
 
 
 class StockCheckpoints:
@@ -227,10 +227,11 @@ class StockCheckpoints:
         """
         readable = {path: _readable(sharding) for path, sharding in wanted.items()}
         if not _is_reachable(directory):
+            others = " or ".join(f"{x}://" for x, each in SCHEMES.items() if each.orbax_reads)
             raise StorageError(
                 f"{directory}: no release of Orbax up to "
                 f"{importlib.metadata.version('orbax-checkpoint')} reaches arrays there: it takes "
-                "the URL for a relative path. Copy the root to gs:// or a file system."
+                f"the URL for a relative path. Copy the root to {others}, or to a file system."
             )
 
         def argument(key_path: Any, leaf: Any) -> Any:

@@ -1,7 +1,9 @@
 """Object stores by the scheme of their URLs: one table of all in which they differ here.
 
-To add one that tensorstore has a driver for: an entry, an extra in ``pyproject.toml`` with what
-Orbax needs, and a server in ``tests/object_stores.py``, for the tests that all stores pass.
+To add one that tensorstore has a driver for: an entry, an extra in ``pyproject.toml`` with its
+client, and a server in ``tests/object_stores.py``, for the tests that all stores pass. Another one
+(Azure's, up to tensorstore 0.1.86) takes more than an entry: packs and bases are databases, which
+tensorstore opens by :meth:`~adacheck_jax.store.storage.location.Location.spec`.
 """
 
 from __future__ import annotations
@@ -16,6 +18,8 @@ class Scheme:
 
     Attributes:
         driver: name of tensorstore's driver.
+        client: package by which Orbax reaches it; :func:`adacheck_jax.errors.is_refusal` knows the
+            packages whose errors that raises.
         credentials: where its credentials come from, for messages.
         variables: environment variables that the driver does not read by itself, by the names of
             what they give in its specification.
@@ -25,6 +29,7 @@ class Scheme:
     """
 
     driver: str
+    client: str
     credentials: str
     variables: Mapping[str, str] = field(default_factory=dict)
     lists_spans: bool = True
@@ -33,9 +38,14 @@ class Scheme:
 
 
 SCHEMES: Mapping[str, Scheme] = {
-    "gs": Scheme("gcs", "gcloud auth application-default login, or GOOGLE_APPLICATION_CREDENTIALS"),
+    "gs": Scheme(
+        "gcs",
+        "gcsfs",
+        "gcloud auth application-default login, or GOOGLE_APPLICATION_CREDENTIALS",
+    ),
     "s3": Scheme(
         "s3",
+        "s3fs",
         "AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY; AWS_REGION and AWS_ENDPOINT_URL name it",
         variables={"endpoint": "AWS_ENDPOINT_URL", "aws_region": "AWS_REGION"},
         lists_spans=False,
