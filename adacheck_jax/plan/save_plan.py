@@ -215,7 +215,7 @@ def known_unreplayed(situation: Situation) -> frozenset[int]:
 
 
 def decided(situation: Situation, decision: Decision, options: Options) -> SavePlan:
-    """The plan of a decision; behind deferred steps, which it cannot hold, a base is a delta."""
+    """The plan of a decision; after deferred steps, which a base cannot hold, it is a delta."""
     made, parent = planned(situation, decision, options), situation.parent
     if not decision.is_base or parent is None or not parent.deferred_count:
         return made

@@ -31,7 +31,7 @@ class Facts:
     Attributes:
         depth: number of deltas between its base and it.
         counts: update counters of its state; None while they are still being computed.
-        lineage: the saved step on the disk that it is, or is deferred behind; None where there is
+        lineage: the saved step on the disk that it is, or is deferred after; None where there is
             none to build on.
         deferred_count: number of deferred steps between that saved step and the next one.
         has_baseline: True if an update of its state can be checked.

@@ -31,7 +31,7 @@ class LineageLength:
     """The length of a lineage, and the most that it may have.
 
     Attributes:
-        deltas: number of deltas behind the base, with the deferred ones.
+        deltas: number of deltas after the base, with the deferred ones.
         deferred: number of those that are deferred.
         longest: number of deltas that may follow a base, by the schedule.
         can_become_base: True if a delta can become a base in the background.

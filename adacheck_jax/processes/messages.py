@@ -62,7 +62,7 @@ def failure(
     """An error of one process, which could not do something, as the others raise it.
 
     They raise those of the ``kinds`` alike. What storage refused one of them is a refusal to all:
-    it can be written again. The ``loss`` is the consequence, a sentence behind a space.
+    it can be written again. The ``loss`` is the consequence, a sentence that begins with a space.
     """
     kind = next((each for each in kinds if isinstance(error, each)), AdaCheckError)
     kind = StorageError if is_refusal(error) else kind

@@ -14,7 +14,7 @@ class WaitFacts:
 
     Attributes:
         where: the matter, for messages.
-        loss: consequence of an error, a sentence behind a space; empty without one.
+        loss: consequence of an error, a sentence that begins with a space; empty without one.
         awaited: the processes that are waited for.
         silent: those of them that are taken for dead.
         silence_s: their silence, in seconds.

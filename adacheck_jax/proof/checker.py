@@ -46,7 +46,7 @@ class Check:
 
     Attributes:
         baseline: takes the baseline of the state that the delta gives, which may be donated once
-            that is dispatched. What is not taken yet does not hold up a comparison that a save
+            that is dispatched. A sample that is not taken yet holds up no comparison that a save
             waits for.
         findings: the comparison, which has all that it needs of the state.
         renew: takes leaves that replay gets wrong from the state's arrays, for the next check; a

@@ -107,7 +107,7 @@ class _Samples:
     ) -> None:
         self.sites, self.replay, self._pieces = sites, replay, pieces
         self._compared = frozenset(compared)
-        # Before an update less is needed than behind it.
+        # Before an update fewer elements are needed than after it.
         self._takers = dict[bool, Taker]()
 
     @property

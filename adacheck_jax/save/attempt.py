@@ -1,4 +1,4 @@
-"""One attempt to save a step, and what the processes tell each other about it."""
+"""One attempt to save a step, and the exchange of all processes about it."""
 
 # Threads: an attempt is made on the caller's thread, and written on Orbax's. ``turn`` is held by
 # the save that writes, through all its file operations and the questions of a base in between; no

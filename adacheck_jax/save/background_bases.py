@@ -1,6 +1,6 @@
 """Bases that the training loop does not write: a saved delta becomes one, from the shadow.
 
-When a lineage is long enough, the shadow's memory is copied once, behind the fold of a step that is
+When a lineage is long enough, the shadow's memory is copied once, after the fold of a step that is
 saved as a delta. As soon as that save is committed, a thread writes a base beside the delta; and a
 later save, in the background and before it is committed, puts it into the delta's place
 (:mod:`~adacheck_jax.store.compaction.in_place`). At that moment an Orbax manager deletes nothing:
@@ -9,7 +9,7 @@ anything fails or the process ends, the step is the delta that it was.
 
 Several processes write one base together, each the part of the state that its shadow has. They
 begin at the same save; process 0 puts the base into its place, and tells the others with a later
-save. What is decided follows from what all were told.
+save. All decisions follow from facts that all were told.
 """
 
 # Threads: take, go_on, learn and restart are called by saves, which are one at a time; put by
@@ -121,7 +121,7 @@ class BackgroundBases:
         )
 
     def restart(self, depth: int = 0) -> None:
-        """Notes that a line begins: at a base of the loop's, or behind a step that was restored."""
+        """Notes that a line begins: at a base of the loop's, or after a step that was restored."""
         self._has_failed, self._placed = False, (0.0, depth)
         self.known = BackgroundFacts(newest_depth=depth)
         self._drop()

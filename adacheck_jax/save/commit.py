@@ -136,7 +136,7 @@ def _delta_manifest(save: Save, parent: Lineage, agreed: Agreed) -> DeltaManifes
 def _delta(
     step: Pending, reports: Sequence[Report], before: BaseManifest | Delta, replica: str
 ) -> Delta:
-    """The delta of a step, from the reports of all processes on it, behind another step."""
+    """The delta of a step, from the reports of all processes on it, after another step."""
     letters: list[dict[int, str]] = [dict(report["letters"]) for report in reports]
     stored, plan = tuple(sorted(set().union(*letters))), step.plan
     is_full = plan.decision.updates and validation.is_proved(reports)

@@ -76,7 +76,7 @@ class Save:
         links: True if the parent's files are hard-linked.
         caution: findings of checks before this step.
         replayable: True if no leaf of an update is stored in another data type.
-        exporting: gives the update of a base that is exported behind its save; else None.
+        exporting: gives the update of a base that is exported after its save; else None.
         custom_metadata: the caller's own JSON.
         measured: seconds that this process measured since the last save; once the shares are
             written those that all processes learned of with it.

@@ -11,9 +11,9 @@ line's worker alone, in the order of the steps:
 
 Threads: whoever needs a phase waits for it (:meth:`Pending.settled`, :meth:`Pending.packed`,
 :meth:`Pending.verify`); the fields that say how the comparisons went are the worker's until the
-step is proved. What a :class:`KnownStep` keeps is the caller's. Three locks: one is held while the
-step is given to the worker, behind the step before it; one while the packed bytes change hands; one
-while the fingerprints are added up, by whoever needs them first. Nothing else is called under them
+step is proved. The fields of a :class:`KnownStep` are the caller's. Three locks: one is held while
+the step is given to the worker, after the step before it; one while the packed bytes change hands;
+one while a first caller adds up the fingerprints. Nothing else is called under them
 but the wait for the devices.
 """
 
@@ -133,9 +133,9 @@ class Pending(KnownStep):
         delta: copies of what a delta stores; None for a base, and once it is packed.
         local: digests of the leaves that every process has for itself, once it is settled.
         dispatched: waits until programs that were dispatched for it have read its state.
-        readers: what else reads the state behind the caller's back, until it is done.
+        readers: other readers of the state in the background, until they are done.
         fingerprints: the fingerprints of its state, perhaps still being computed.
-        compare: comparison of a sample, or a copy, that is made behind the save; None without one.
+        compare: comparison of a sample, or a copy, that is made after the save; None without one.
         proof: comparison of the whole replay with the state by the shadow; None without one.
         replayed: this process's contribution to the fingerprints of the shadow, where it followed
             the step and the step is proved. Of several processes no one can tell alone whether they
@@ -205,7 +205,7 @@ class Pending(KnownStep):
             return self._sums
 
     def begin(self) -> None:
-        """Has the worker move the step on, behind the step before it; once."""
+        """Has the worker move the step on, after the step before it; once."""
         with self._begin_lock:
             if self._has_begun:
                 return

@@ -1,8 +1,8 @@
 """The way of a save, up to where it leaves the caller's thread.
 
 :meth:`Saver.begin` takes a state apart, has its save planned, and takes the copies that must leave
-the devices. What it returns, a :class:`~adacheck_jax.save.one_save.Save`, is for others to write
-and to commit; the state may be donated then. Nothing here decides.
+the devices. Others write and commit the :class:`~adacheck_jax.save.one_save.Save` that it returns;
+the state may be donated then. Nothing here decides.
 """
 
 # Threads: begin and defer run on the caller's threads. ``_lock`` is held through a whole save or
@@ -367,7 +367,7 @@ class Saver:
         consent: Consent | None,
         waits: bool,
     ) -> str:
-        """Keeps a step as planned behind another one, or gives the reason why not.
+        """Keeps a step as planned after another one, or gives the reason why not.
 
         With ``waits`` it is known to be one update from the last when this returns.
         """

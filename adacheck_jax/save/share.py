@@ -139,7 +139,7 @@ def _write(save: Save, directory: AnyPath, layout: ArrayLayout) -> Report:
     report["memory"] = save.memory(len(save.steps))
     report["check_s"] = save.clock() - begin_s
     save.own.leave_arrays()
-    save.own.expect_unchanged()  # nor what was copied of a base for the saves behind it
+    save.own.expect_unchanged()  # nor what was copied of a base for the saves after it
     return report
 
 

@@ -1,7 +1,7 @@
 """Stages a planned save: copies what must leave the devices, and begins what checks it.
 
-Nothing here decides. What it makes of a plan is a :class:`~adacheck_jax.save.pending.Pending`,
-whose state may be donated.
+Nothing here decides. It makes of a plan a :class:`~adacheck_jax.save.pending.Pending`, whose state
+may be donated.
 """
 
 from __future__ import annotations
@@ -191,7 +191,7 @@ class Stager:
         )
 
     def _compare(self, snapshot: Snapshot, proposal: Proposal, own: Pending) -> None:
-        """Begins the comparison of a step that is made behind its save; takes its baseline."""
+        """Begins the comparison of a step that is made after its save; takes its baseline."""
         planned, before, check = proposal.plan, proposal.before, proposal.check
         own.compare = proposal.compare
         if check is None and planned.has_baseline:
@@ -250,7 +250,7 @@ class Stager:
         *,
         is_restored: bool,
     ) -> None:
-        """Prepares the check of the save that follows a step, behind the caller's back.
+        """Prepares the check of the save that follows a step, in the background.
 
         The update has to be exported and looked through for that, which takes longer than to read
         or copy a state; whoever plans the next save waits for it. On an accelerator the arrays,

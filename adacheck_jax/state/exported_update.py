@@ -120,7 +120,7 @@ class ExportedUpdate:
 
 
 NOT_YET = ExportedUpdate()
-"""Stands for the update of a base that nothing precedes, until it is exported behind the save."""
+"""Stands for the update of a base that nothing precedes, until it is exported after the save."""
 
 
 class ExportedUpdates:
@@ -152,7 +152,7 @@ class ExportedUpdates:
         return last[2]
 
     def can_wait(self, structure: Structure) -> bool:
-        """True if the updates are not exported yet, and may be behind the caller's back.
+        """True if the updates are not exported yet, and may be in the background.
 
         What ``separate_update`` returned is known by the arrays themselves, and needs them.
         """

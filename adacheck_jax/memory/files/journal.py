@@ -4,12 +4,12 @@ Beside the copy that updates advance (:mod:`~adacheck_jax.update.elements.host_f
 the leaves that no update computes, as each step was received, and a header for each step: its
 number, its fingerprints, the numbers that the update takes, and where all of it lies.
 
-1. What a step brings is stored where the step before has nothing.
+1. The leaves that a step brings are stored where the step before has nothing.
 2. The header says that it is there. From here on the file holds the new step, before here the old.
 3. The update goes over the copy, chunk by chunk; after each the word says how many are complete.
    No chunk is overwritten before its successor is complete, so whoever finds the file may go on.
 
-What is put over the copy as it lies (a base; leaves that replay gets wrong) has no such order: the
+A base, and leaves that replay gets wrong, are put over the copy as it lies, in any order: the
 header says first that there is no step, and then that there is one.
 
 Of several processes each has a file, with the boxes that it holds (``holdings``). There a step has

@@ -1,7 +1,7 @@
 """The backlog of storage: steps in memory that it does not have yet, written when it answers.
 
 A save that storage refused is written again as it was, into the same directory: its copies are kept
-until the step has its name. Steps after it are recorded behind it, as behind any save that is not
+until the step has its name. Steps after it are recorded in memory, as after any save that is not
 committed yet.
 """
 
@@ -38,7 +38,7 @@ class Lag:
         refused: the manager's number of the save that storage refused last, to be written again;
             None if there is none.
         steps: numbers of all steps, those of that save first.
-        deferred: numbers of the steps recorded behind it.
+        deferred: numbers of the steps recorded after it.
         portion: number of steps that the next save of deferred ones writes at most: twice as many
             as the last save. So a disk that was full takes what has room there, and a bucket all in
             a few saves.
@@ -87,7 +87,7 @@ class Lag:
 
 
 class Backlog:
-    """The steps in memory behind the step saved last, which its manager has written.
+    """The steps in memory after the step saved last, which its manager has written.
 
     The ``lock`` is held through each save and each record of a step.
     """
@@ -138,7 +138,7 @@ class Backlog:
             return save.is_kept
 
     def carried(self, number: int) -> list[int]:
-        """Recorded steps of a save that failed behind its shares, whose error names them else."""
+        """Recorded steps of a save that failed after its shares; earlier errors name them."""
         save = self._save_of(number)
         return [each.step for each in save.steps[:-1]] if save and save.agreed else []
 

@@ -49,7 +49,7 @@ class Proposal:
 
     Attributes:
         parent: the step on the disk that a delta follows, also where the plan is a base.
-        before: the last step in memory behind that parent.
+        before: the last step in memory after that parent.
         check: comparison of the replay that is waited for before the save returns
             (:meth:`Planner.confirmed`).
         facts: what a plan with a check was made from.
