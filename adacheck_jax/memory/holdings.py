@@ -112,31 +112,14 @@ def held_of(
             can compute some number.
     """
     parts = parts_of(structure, pieces, domains, copies, is_whole=is_whole)
-    count = jax.process_count()
-    numbers = {} if pieces is None else number_holders(structure, pieces, count)
+    numbers = {} if pieces is None else _number_holders(structure, pieces)
     missing = [structure.leaves[i].path for i, holders in numbers.items() if not holders]
     if missing and domains:
         raise UnfitError(f"no process computes all of {missing[0]}")
-    return held_by(jax.process_index(), structure, parts, numbers)
-
-
-def held_by(
-    process: int,
-    structure: Structure,
-    parts: Iterable[HeldBox],
-    numbers: Mapping[int, Collection[int]],
-) -> Held:
-    """The boxes of one process's shadow.
-
-    Args:
-        process: index of the process.
-        structure: structure of the state.
-        parts: all boxes, with their owners.
-        numbers: processes that have each number of the update.
-    """
     own: dict[int, list[Box]] = {}
     kept: dict[int, dict[int, list[Box]]] = {}
     elsewhere: dict[int, dict[int, list[Box]]] = {}
+    process = jax.process_index()
     for part in parts:
         owner, *others = part.owners
         into = [own] if owner == process else []
@@ -295,9 +278,10 @@ class _Placing:
         return self._order[first]
 
 
-def number_holders(structure: Structure, pieces: Pieces, count: int) -> dict[int, Collection[int]]:
-    """The processes, of so many, that have each number of an update at every step."""
+def _number_holders(structure: Structure, pieces: Pieces) -> dict[int, Collection[int]]:
+    """The processes that have each number of an update at every step."""
     found: dict[int, Collection[int]] = {}
+    count = jax.process_count()
     behind_of, tellers = pieces.scalars_behind()[0], tellers_of(structure, pieces)
     for i in pieces.scalar_leaves:
         owners = {*structure.leaves[i].owners}

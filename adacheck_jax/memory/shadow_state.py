@@ -457,16 +457,13 @@ def fold_of(
     peers: Peers | None = None,
     *,
     is_kept: bool,
-    count: int | None = None,
 ) -> tuple[HostFold, Held] | str:
     """The fold of an update over boxes, and these; or the reason why there is none.
 
     There is one though a sample has all elements, if it ``is_kept`` in a file. Without boxes that
-    are to be ``held`` those of this process's shadow; it is one of ``count``, if that is not the
-    number of processes that run.
+    are to be ``held`` those of this process's shadow.
     """
-    count = count or jax.process_count()
-    leaves, pieces = structure.leaves, update.pieces
+    count, leaves, pieces = jax.process_count(), structure.leaves, update.pieces
     if pieces is None or not update.pinned:
         return "the update is not one that the host computes alike" if update.program else ""
     touched = [i for each in structure.arguments for i in each]

@@ -128,11 +128,10 @@ class ExportedUpdates:
 
     Args:
         check: elements of a replay that are to be compared.
-        exports: False for what is known of updates without a program.
     """
 
-    def __init__(self, check: Check, *, exports: bool = True) -> None:
-        self._check, self._exports = check, exports
+    def __init__(self, check: Check) -> None:
+        self._check = check
         self._last: tuple[Structure, Any, ExportedUpdate] | None = None
         self._identity_fails = False
         self._said: set[str] = set()
@@ -177,7 +176,7 @@ class ExportedUpdates:
             arguments = structure.arguments
             specs = [[_abstract(structure.leaves[i]) for i in indices] for indices in arguments]
             shapes = (arguments, tuple(map(tuple, specs)), sharing, Arithmetic.current())
-            key = (self._check, self._exports, state, *signatures, *shapes)
+            key = (self._check, state, *signatures, *shapes)
             return recorder.once(key, lambda: self._export(structure, specs))
 
     def tell(self, update: ExportedUpdate) -> None:
@@ -196,7 +195,7 @@ class ExportedUpdates:
             jitted: Any = jax.jit(function)  # traced once, whoever looks at its operations
             with exported_program.tracing():
                 program = self._classify(structure, jitted, specs)
-            if program.problem or not self._exports:
+            if program.problem:
                 return program
             here, switches = update_program.platform(), update_program.switches(len(recorders))
             own = exported_program.export(jitted, specs, switches, [here])[here]
