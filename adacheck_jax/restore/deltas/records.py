@@ -33,11 +33,8 @@ _AHEAD_BYTES = 128 << 20
 _MOST_AHEAD = 8
 
 
-class Consumed(NamedTuple):
-    """Arrays that one update consumes, on the shardings for replay."""
-
-    record: list[jax.Array]
-    extra: list[jax.Array]
+Consumed = list[jax.Array]
+"""Arrays that one update consumes, in the order of its leaves, on the shardings for replay."""
 
 
 class _Share(NamedTuple):
@@ -81,15 +78,9 @@ class Records:
         self._update, self._x64 = update, jax_settings.x64_enabled()
         self._readers = [reader for reader in readers if reader.delta.has_update]
         self._wanted = [abstract_leaf(specs[i], shardings[i]) for i in update.consumed]
-        leaves = [specs[i] for i in update.consumed]
-        self._dtypes = {n: np.dtype(leaf.dtype) for n, leaf in enumerate(leaves)}
-        self._targets = [shardings[i] for i in update.consumed]
-        members = shared_reads.members(
-            [(x.shape, x.itemsize_bytes, y) for x, y in zip(leaves, self._targets, strict=True)],
-            read_once,
-            where,
-            times=len(self._readers),
-        )
+        self._dtypes = {n: np.dtype(wanted.dtype) for n, wanted in enumerate(self._wanted)}
+        targets = [(specs[i].shape, specs[i].itemsize_bytes, shardings[i]) for i in update.consumed]
+        members = shared_reads.members(targets, read_once, where, times=len(self._readers))
         self.are_shared, known = bool(members), dict[int, _Share]()
         with agreed() if members else ALONE():
             for each in self._readers:  # most of them are cut alike
@@ -103,7 +94,8 @@ class Records:
     def _share(self, reader: DeltaReader) -> _Share:
         """Boxes to read of a delta."""
         leaves = [reader.leaves[i] for i in self._update.consumed]
-        pairs = [*zip(leaves, self._targets, strict=True)]
+        targets = [wanted.sharding for wanted in self._wanted]
+        pairs = [*zip(leaves, targets, strict=True)]
         parts = [
             shared_reads.shared_parts(n, leaf.shape, target, leaf.itemsize_bytes, leaf.cuts)
             for n, (leaf, target) in enumerate(pairs if self.are_shared else ())
@@ -180,8 +172,6 @@ class Records:
         parts: dict[int, list[tuple[Box, np.ndarray]]] = {}
         for (n, box), data in blocks.items():
             parts.setdefault(n, []).append((box, data))
-        placed = transfer.place_all(
+        return transfer.place_all(
             self._wanted, lambda n, box: shared_reads.put_together(box, parts[n])
         )
-        count = len(self._update.record)
-        return Consumed(placed[:count], placed[count:])
