@@ -15,7 +15,6 @@ import jax.numpy as jnp
 import orbax.checkpoint as ocp
 import pytest
 from etils import epath
-from orbax.checkpoint._src.checkpointers import checkpointer
 
 import adacheck_jax as adacheck
 from adacheck_jax.errors import (
@@ -255,22 +254,6 @@ def test_a_step_may_go_while_a_manager_lists_steps_anew(linked, tmp_path, monkey
             manager.reload()
 
 
-def test_a_step_that_goes_between_two_looks_of_orbax(linked, tmp_path, monkeypatch):
-    root, run, _ = linked
-    root = copied(root, tmp_path, "copy")
-    looks = checkpointer.step_lib.is_path_finalized
-
-    def late(path, **options):
-        shutil.rmtree(path)
-        return looks(path, **options)
-
-    args = adacheck.RestoreArgs(support.abstract(run.state))
-    with v0_manager(root) as manager:
-        monkeypatch.setattr(checkpointer.step_lib, "is_path_finalized", late)
-        with pytest.raises(StepDeletedError, match="there now: 1 to 4"):
-            manager.restore(STEPS, args=args)
-
-
 @pytest.mark.first(1)
 @pytest.mark.parametrize(
     ("order", "stride"),
@@ -371,9 +354,7 @@ def test_in_an_object_store(gcs):
 
 
 @pytest.mark.slow
-@pytest.mark.first(1)
-@pytest.mark.parametrize("steps", [25, 400])
-def test_a_reader_beside_retention(tmp_path, steps):
+def test_a_reader_beside_retention(tmp_path):
     """It reads the oldest step that is there, which goes next."""
     run, saved, found, is_done = Tiny(), {}, [], threading.Event()
     abstract = support.abstract(run.state)
@@ -396,7 +377,7 @@ def test_a_reader_beside_retention(tmp_path, steps):
         saved |= support.save_steps(manager, run, 2)
         reader = threading.Thread(target=read)
         reader.start()
-        saved |= support.save_steps(manager, run, steps)
+        saved |= support.save_steps(manager, run, 25)
         is_done.set()
         reader.join()
     states = [(step, each) for step, each in found if isinstance(each, list)]
