@@ -7,7 +7,9 @@ and restore-recorded; or bits, which saves bit-pattern differences; or projected
 saves a run that changes params after the update; or no-scalars, which saves one without a scalar;
 or schedule, which saves by a schedule for which each process measures other costs.
 or edited, in which an element is changed by hand before the fourth step is saved;
-or compact, in which another process compacts the second step before the third is saved;
+or derived, which keeps an average of its params and a target network, and derived-edited, in which
+the average is set by hand before the third step;
+or feedback, which keeps the residual of error feedback, saved with bases alone, and records step 3;
 or bases, in which every fourth delta becomes a base in the background, and each step waits for it;
 or bases-lost, in which one process cannot write its part of the first of them;
 or bases-refused, in which one process was told to make none;
@@ -36,7 +38,7 @@ from adacheck_jax.schedule.waste import Schedule
 from tests import support
 
 mode = own.mode
-STEPS = 12 if mode == "schedule" or mode.startswith("bases") else 3
+STEPS = {"schedule": 12, "bases": 12, "derived": 4, "feedback": 6}.get(mode.partition("-")[0], 3)
 mesh = support.mesh_of((jax.device_count() // 2, 2))
 max_deltas: Any = "auto"
 if mode == "schedule":
@@ -83,6 +85,11 @@ if mode == "no-scalars":  # then most processes own no scalar of the update at a
 run = support.dict_run(
     mesh, optax.inject_hyperparams(optax.adamw)(1e-2) if mode == "hyperparams" else None
 )
+if mode.startswith("derived"):
+    from tests.end_to_end import test_derived as derived
+
+    functions = {"ema": derived.average, "target": derived.hard_copy}
+    run = derived.dict_program(mesh, functions).run()
 keep, options = None, {}
 if "://" in own.root:  # an object store
     keep = adacheck.KeepLineage(LatestN(10))
@@ -96,6 +103,10 @@ handler = adacheck.AdaCheckHandler(
     max_deltas=max_deltas,
     shadow=None if mode.endswith("-sample") else adacheck.Shadow(background_bases=makes_bases),
 )
+if mode == "feedback":
+    from tests.end_to_end.test_ephemeral_leaves import run_of
+
+    run, handler = run_of(mesh, max_deltas=4)
 if mode == "projected":
     train_step = run.train_step
 
@@ -162,10 +173,15 @@ with support.manager_of(own.root, handler, **options) as manager:
                 rate = inject.hyperparams["learning_rate"]
                 inject.hyperparams["learning_rate"] = jax.device_put(0.5 * rate, rate.sharding)
             run.advance()
+            if mode == "derived-edited" and run.count == 3:
+                run.state["ema"] = jax.tree.map(lambda x: x + 1, run.state["ema"])
             write(run.state, f"saved{run.count}")
+            if mode == "feedback" and run.count == 3 and handler.record_step(run.state, 3):
+                continue
             manager.save(run.count, args=adacheck.SaveArgs(run.state))
-            if mode.startswith("bases"):
+            if mode.startswith(("bases", "feedback")):
                 manager.wait_until_finished()
+            if mode.startswith("bases"):
                 (saver,) = handler._run.lines._savers.values()
                 pending = saver._bases._pending
                 if pending is not None and pending.written is not None:

@@ -145,11 +145,11 @@ def test_bases_that_are_made_in_the_background_have_the_residual(tmp_path, monke
 @pytest.mark.slow
 def test_two_processes_leave_out_what_each_has_of_the_residual(tmp_path):
     root, out = tmp_path / "run", tmp_path / "out"
-    launch("feedback", 2, root, out, 2, "tests.end_to_end.feedback_worker")
+    launch("feedback", 2, root, out, devices=2)
     run, _ = run_of(mesh_of((2, 2)))
     saved = {}
     for step in range(1, 7):
-        with np.load(f"{out}-{step}.npz") as arrays:
+        with np.load(f"{out}-saved{step}.npz") as arrays:
             saved[step] = [arrays[name] for name in arrays.files]
     letters = {pack.encodings for s in roots.steps_of(root)[1:-1] for pack in s.manifest.packs}
     assert any("c" in each for each in letters)

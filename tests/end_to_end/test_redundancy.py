@@ -276,34 +276,31 @@ def test_a_file_with_very_many_links_is_written_again(tmp_path, monkeypatch):
     assert [base_of(tmp_path, step).kept for step in (1, 2)] == [((0, 0),), ()]
 
 
+def told_by(tmp_path, mode, devices=1):
+    """What each of four processes of a run says in the end."""
+    launch(mode, 4, tmp_path / "run", tmp_path / "out", devices, "tests.end_to_end.equal_worker")
+    return [json.loads((tmp_path / f"out-{process}.json").read_text()) for process in range(4)]
+
+
 @pytest.mark.slow
 def test_processes_write_once_what_each_has_for_itself_and_are_told_where_they_differ(tmp_path):
-    launch("save", 4, tmp_path / "run", tmp_path / "out", 2, "tests.end_to_end.local_worker")
+    for told in told_by(tmp_path, "local", 2):
+        assert told["steps"] == [1, 2, 4]
+        assert "leaf host: it lies on every process by itself" in told["message"]
+        assert "processes 1 hold other bits than process 0" in told["message"]
     base = base_of(tmp_path / "run", 1)
     once = sum(leaf.nbytes for leaf in base.leaves)
     assert once < new_bytes(tmp_path / "run", 1) < 1.05 * once
     owners = {leaf.path: set(leaf.owners) for leaf in base.leaves}
     assert owners["one device"] == {0, 1, 2, 3}  # large enough to be shared out
     assert len(owners["host"]) == 1
-    for process in range(4):
-        told = json.loads((tmp_path / f"out-{process}.json").read_text())
-        assert told["steps"] == [1, 2, 4]
-        assert "leaf host: it lies on every process by itself" in told["message"]
-        assert "processes 1 hold other bits than process 0" in told["message"]
     kept = names(base_of(tmp_path / "run", 2).kept, base.leaves)
     assert kept["one device"] == 1
 
 
-def told_by(tmp_path, mode, processes):
-    """What each process of a run of leaves that are equal says in the end."""
-    worker = "tests.end_to_end.equal_worker"
-    launch(mode, processes, tmp_path / "run", tmp_path / "out", 1, worker)
-    return [json.loads((tmp_path / f"out-{p}.json").read_text()) for p in range(processes)]
-
-
 @pytest.mark.slow
 def test_equal_leaves_of_different_processes_are_written_once_and_stock_orbax_reads_them(tmp_path):
-    told = told_by(tmp_path, "equal", 4)
+    told = told_by(tmp_path, "equal")
     assert told == [{"own": [True] * 3, "stock": [True] * 3}] * 4
     base = base_of(tmp_path / "run", 0)
     owners = {leaf.path: set(leaf.owners) for leaf in base.leaves}
@@ -322,7 +319,7 @@ def test_equal_leaves_of_different_processes_are_written_once_and_stock_orbax_re
 
 @pytest.mark.slow
 def test_a_process_that_fails_once_others_rely_on_it_fails_the_step_for_all(tmp_path):
-    for each in told_by(tmp_path, "failing", 4):
+    for each in told_by(tmp_path, "failing"):
         assert "no such luck" in each["told"]
         assert each["steps"] == [1]
         assert each["own"]

@@ -260,6 +260,7 @@ def test_params_and_optimizer_state_without_elements_come_back(tmp_path):
     )
     params = support.initial_params() | {
         "none": jnp.zeros((0, 4)),
+        "tall": jnp.zeros((4, 0)),
         "half": jnp.zeros(0, jnp.bfloat16),
     }
     run = run_of(optax.chain(noise, optax.adamw(1e-2)), params=params)
@@ -272,7 +273,7 @@ def test_params_and_optimizer_state_without_elements_come_back(tmp_path):
     for step in (1, STEPS):
         out = tmp_path / f"out{step}"
         report = export(root, step, str(out), Format.ORBAX, params_only=False)
-        assert {"params/none", "params/half"} <= {*report.empty}
+        assert {"params/none", "params/tall", "params/half"} <= {*report.empty}
     for target in (None, target_of(state, mesh_of(SAVING))):
         found = support.restored(tmp_path / "root", STEPS, target)
         assert_same_bits(found["params"], host_copy(state["params"]))
