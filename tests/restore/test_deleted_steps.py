@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import os
 import shutil
 import sys
@@ -127,19 +128,19 @@ def deletions(root, tmp_path, run, doomed, order, stride, read=restore):
         shutil.rmtree(copy)
 
 
-EACH_WAY = pytest.mark.parametrize(
-    ("layout", "doomed", "order", "stride"),
-    [
-        ("linked", (5,), "first file first", 13),
-        ("referring", (4, 5), "at once", 13),
-        *(("linked", (5,), order, 1) for order in ORDERS),
-        *(("referring", (4, 5), order, 1) for order in ORDERS),
-    ],
-)
+WAYS = [
+    ("linked", (5,), "first file first", 13),
+    ("referring", (4, 5), "at once", 13),
+    *(
+        (*layout, order, 1)
+        for layout in (("linked", (5,)), ("referring", (4, 5)))
+        for order in ORDERS
+    ),
+]
 
 
 @pytest.mark.first(2)
-@EACH_WAY
+@pytest.mark.parametrize(("layout", "doomed", "order", "stride"), WAYS)
 def test_a_deletion_at_any_call_is_told_and_another_step_is_taken_if_asked(
     layout, doomed, order, stride, tmp_path, request
 ):
@@ -167,25 +168,23 @@ def v0_manager(root):
     return adacheck.checkpoint_manager(root, options=options)
 
 
-def v1_checkpointer(root):
-    return adacheck.v1.checkpointer(root, checkpointable_name="default")
-
-
+READS = {
+    "restore": lambda m, s, n: m.restore(n, args=adacheck.RestoreArgs(s)),
+    "newest": lambda m, s, n: m.restore(None, args=adacheck.RestoreArgs(s)),
+    "item_metadata": lambda m, s, n: m.item_metadata(n),
+    "metadata": lambda m, s, n: m.metadata(n),
+}
+V1_READS = {
+    "v1.load": lambda m, s, n: m.load(n, s, checkpointable_name="default"),
+    "v1.load_checkpointables": lambda m, s, n: m.load_checkpointables(n, {"default": s}),
+    "v1.metadata": lambda m, s, n: m.metadata(n),
+    "v1.checkpointables_metadata": lambda m, s, n: m.checkpointables_metadata(n),
+}
+v1_checkpointer = functools.partial(adacheck.v1.checkpointer, checkpointable_name="default")
 DOORS = {
-    "restore": (v0_manager, lambda m, s, n: m.restore(n, args=adacheck.RestoreArgs(s))),
-    "newest": (v0_manager, lambda m, s, n: m.restore(None, args=adacheck.RestoreArgs(s))),
-    "item_metadata": (v0_manager, lambda m, s, n: m.item_metadata(n)),
-    "metadata": (v0_manager, lambda m, s, n: m.metadata(n)),
-    "v1.load": (v1_checkpointer, lambda m, s, n: m.load(n, s, checkpointable_name="default")),
-    "v1.load_checkpointables": (
-        v1_checkpointer,
-        lambda m, s, n: m.load_checkpointables(n, {"default": s}),
-    ),
-    "v1.metadata": (v1_checkpointer, lambda m, s, n: m.metadata(n)),
-    "v1.checkpointables_metadata": (
-        v1_checkpointer,
-        lambda m, s, n: m.checkpointables_metadata(n),
-    ),
+    name: (make, read)
+    for make, reads in ((v0_manager, READS), (v1_checkpointer, V1_READS))
+    for name, read in reads.items()
 }
 """Calls of managers that read a step: what makes the manager, and the call."""
 
@@ -326,9 +325,7 @@ def test_wrong_bits_are_told_without_waiting(linked, tmp_path, monkeypatch):
 
 @pytest.mark.slow
 @pytest.mark.first(1)
-@pytest.mark.parametrize(
-    ("order", "stride"), [("first file first", 13), *((order, 1) for order in ORDERS)]
-)
+@pytest.mark.parametrize(("order", "stride"), [(ORDERS[0], 13), *((each, 1) for each in ORDERS)])
 def test_a_parent_that_goes_alone_is_no_damage(referring, order, stride, tmp_path):
     root, run, saved = referring
     for copy, deleted in deletions(root, tmp_path, run, (4,), order, stride):

@@ -23,6 +23,7 @@ from adacheck_jax.restore.shared_reads import (
     Blocks,
     OwnShare,
     ReadOnce,
+    SharedPart,
     SharedReads,
     ShareExchange,
 )
@@ -93,21 +94,15 @@ class Records:
 
     def _share(self, reader: DeltaReader) -> _Share:
         """Boxes to read of a delta."""
-        leaves = [reader.leaves[i] for i in self._update.consumed]
-        targets = [wanted.sharding for wanted in self._wanted]
-        pairs = [*zip(leaves, targets, strict=True)]
-        parts = [
-            shared_reads.shared_parts(n, leaf.shape, target, leaf.itemsize_bytes, leaf.cuts)
-            for n, (leaf, target) in enumerate(pairs if self.are_shared else ())
-        ]
-        own = [
-            (n, box)
-            for n, (leaf, target) in enumerate(pairs)
-            for box in shared_reads.own_boxes(
-                transfer.boxes_here(leaf.shape, target), leaf.cuts, parts[n] if parts else ()
-            )
-        ]
-        return _Share(own, shared_reads.plan(itertools.chain.from_iterable(parts)))
+        own, shared = list[tuple[int, Box]](), list[SharedPart]()
+        for n, (index, wanted) in enumerate(zip(self._update.consumed, self._wanted, strict=True)):
+            leaf, target, parts = reader.leaves[index], wanted.sharding, list[SharedPart]()
+            if self.are_shared:
+                given = n, leaf.shape, target, leaf.itemsize_bytes, leaf.cuts
+                shared += (parts := shared_reads.shared_parts(*given))
+            boxes = transfer.boxes_here(leaf.shape, target)
+            own += [(n, box) for box in shared_reads.own_boxes(boxes, leaf.cuts, parts)]
+        return _Share(own, shared_reads.plan(shared))
 
     @contextlib.contextmanager
     def read_ahead(self) -> Iterator[Iterator[Consumed]]:
