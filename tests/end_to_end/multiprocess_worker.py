@@ -138,29 +138,19 @@ with support.manager_of(own.root, handler, **options) as manager:
         target = adacheck.RestoreArgs(support.abstract(run.state))
         newest = manager.latest_step()
         run.state, run.count = manager.restore(newest, args=target), newest
-    if mode == "edited":
-        edit = jax.jit(lambda x: x.at[5, 17].add(1e-3), donate_argnums=0)
-        for _ in range(6):
-            run.advance()
-            if run.count == 4:
-                kernel = run.state["params"]["in"]["kernel"]
-                run.state["params"]["in"]["kernel"] = edit(kernel)
-            write(run.state, f"saved{run.count}")
-            manager.save(run.count, args=adacheck.SaveArgs(run.state))
-            try:
-                manager.wait_until_finished()
-            except adacheck.AdaCheckError as error:
-                Path(f"{own.out}-refused{own.process}").write_text(f"{run.count}: {error}")
-    if mode.startswith("edited-small"):
-        edits = {4: 0, 6: 2, 8: 0, 9: 2}
-        edit_at = jax.jit(lambda x, i: x.at[i].add(0.5), donate_argnums=0, static_argnums=1)
-        for _ in range(10):
+    if mode.startswith("edited"):
+        is_small = mode != "edited"
+        name, value = ("bias", 0.5) if is_small else ("kernel", 1e-3)
+        edits: dict[int, Any] = {4: 0, 6: 2, 8: 0, 9: 2} if is_small else {4: (5, 17)}
+        edit_at = jax.jit(lambda x, i: x.at[i].add(value), donate_argnums=0, static_argnums=1)
+        for _ in range(10 if is_small else 6):
             run.advance()
             if run.count in edits:
                 layer = run.state["params"]["in"]
-                layer["bias"] = edit_at(layer["bias"], edits[run.count])
+                layer[name] = edit_at(layer[name], edits[run.count])
             write(run.state, f"saved{run.count}")
-            jax.block_until_ready(run.state)
+            if is_small:
+                jax.block_until_ready(run.state)
             manager.save(run.count, args=adacheck.SaveArgs(run.state))
             try:
                 manager.wait_until_finished()
