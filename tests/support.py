@@ -180,19 +180,48 @@ def dict_run(
 def dict_program(
     mesh: jax.sharding.Mesh, tx: optax.GradientTransformation | None = None, dtype: Any = None
 ) -> Program:
-    recorder, chain = recorded(tx, dtype)
+    return program_of(mesh, *recorded(tx, dtype))
+
+
+def program_of(
+    mesh: jax.sharding.Mesh,
+    recorder: adacheck.Recorder,
+    chain: Any = None,
+    *,
+    params: Any = None,
+    more: Any = None,
+    follow: Callable[[Any, Any], Any] = lambda before, after: {},
+    takes_value: bool = False,
+    computed_in: Any = jnp.float32,
+) -> Program:
+    """A program whose state is a dictionary, on a mesh.
+
+    Args:
+        chain: the optimizer that the recorder is part of; None for the recorder alone.
+        params: those that it begins with; None for the usual ones.
+        more: further leaves of the state, by name.
+        follow: gives those of them that change, from the state before and the one after.
+        takes_value: whether the optimizer takes the loss.
+        computed_in: data type in which the model computes.
+    """
+    chain = recorder if chain is None else chain
+    wide = lambda tree: jax.tree.map(lambda x: x.astype(computed_in), tree)  # noqa: E731
 
     def begin() -> Any:
-        params = initial_params()
-        opt_state = chain.init(params)
-        return place({"params": params, "opt_state": opt_state, "step": jnp.int32(0)}, mesh)
+        first = initial_params() if params is None else jax.tree.map(jnp.array, params)
+        copied = lambda x: jnp.copy(x) if isinstance(x, jax.Array) else x  # noqa: E731
+        state = {"params": first, "opt_state": chain.init(first), "step": jnp.int32(0)}
+        return place(state | jax.tree.map(copied, more or {}), mesh)
 
     def train_step(state: Any, data: Any) -> Any:
-        x, y = data
-        grads = jax.grad(lambda p: jnp.mean((forward(p, x) - y) ** 2))(state["params"])
-        updates, opt_state = chain.update(grads, state["opt_state"], state["params"])
+        x, y = wide(data)
+        loss_of = lambda p: jnp.mean((forward(wide(p), x) - y) ** 2)  # noqa: E731
+        loss, grads = jax.value_and_grad(loss_of)(state["params"])
+        extra = {"value": loss + state["step"]} if takes_value else {}
+        updates, opt_state = chain.update(grads, state["opt_state"], state["params"], **extra)
         params = optax.apply_updates(state["params"], updates)
-        return {"params": params, "opt_state": opt_state, "step": state["step"] + 1}
+        after = {"params": params, "opt_state": opt_state, "step": state["step"] + 1}
+        return {**state, **after, **follow(state, after)}
 
     return Program.of(recorder, begin, train_step)
 

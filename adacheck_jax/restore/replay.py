@@ -180,7 +180,7 @@ class Replay:
             own = self._replay(reader, consumed)
             if reader is readers[-1]:  # then the arrays that it consumed are leaves of the state
                 brought = self._update.brought_by(reader.delta)
-                for index, array in zip(self._update.consumed, own.record + own.extra, strict=True):
+                for index, array in zip(self._update.consumed, own, strict=True):
                     if index in brought:
                         self._patches.replace(index, array)
             del own  # else it would lie beside what the next update consumes
@@ -199,8 +199,9 @@ class Replay:
         if updates not in self._switches:
             counts = len(self._update.counts)
             self._switches[updates] = update_program.switches(counts, updates, self._shardings)
+        record, extra = own[: (count := len(self._update.record))], own[count:]
         self._params, self._inner = self._program(
-            self._params, self._inner, own.record, own.extra, self._switches[updates]
+            self._params, self._inner, record, extra, self._switches[updates]
         )
         if unreplayed:
             self._put_back()

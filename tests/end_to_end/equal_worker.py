@@ -1,9 +1,11 @@
-"""One process of a run whose leaves are equal, though different processes own them.
+"""One process of a run of which several processes have the same.
 
 Usage: equal_worker.py MODE PROCESS PROCESSES PORT ROOT OUT DEVICES
 
-MODE is equal: bases of which the second has other values, of which fewer are equal; or failing: the
-last process cannot write, once the processes have told each other what is equal.
+MODE is equal: leaves are equal, though different processes own them; the second base has other
+values, of which fewer are equal; or failing: the last process cannot write, once the processes have
+told each other what is equal; or local: every process has the same by itself, but at step 3 process
+1 has another leaf.
 """
 
 from __future__ import annotations
@@ -20,6 +22,7 @@ import orbax.checkpoint as ocp
 from jax.sharding import NamedSharding, PartitionSpec
 
 import adacheck_jax as adacheck
+from adacheck_jax.errors import MismatchError
 from adacheck_jax.store import volumes
 from tests import support
 
@@ -108,6 +111,39 @@ def failing() -> dict[str, Any]:
     return {"told": told, "steps": steps, "own": same(restored, states[steps[-1]])}
 
 
-if __name__ == "__main__":
-    result = {"equal": equal, "failing": failing}[own.mode]()
-    Path(f"{own.out}-{own.process}.json").write_text(json.dumps(result))
+def local() -> dict[str, Any]:
+    """Saves bases; what each process has for itself comes back to it."""
+    here = jax.make_mesh((own.devices,), ("here",), devices=jax.local_devices())
+    everywhere = NamedSharding(support.mesh_of((jax.device_count(),)), PartitionSpec("data"))
+    rng = np.random.default_rng(0)
+    whole = rng.standard_normal((2048, 1024)).astype(np.float32)
+    cut = rng.standard_normal((8, 512))
+    state = {
+        "global": jax.device_put(np.arange(64.0), everywhere),
+        "host": rng.integers(0, 9, 1 << 21, dtype=np.int8),
+        "one device": jax.device_put(whole, jax.local_devices()[0]),
+        "local mesh": jax.device_put(cut, NamedSharding(here, PartitionSpec("here"))),
+        "number": 7,
+    }
+    expected = {key: np.asarray(state[key]) for key in state if key != "global"}
+    message = ""
+    with support.manager_of(own.root, adacheck.AdaCheckHandler(max_deltas=0)) as manager:
+        for step in (1, 2, 3, 4):
+            is_other = step == 3 and own.process == 1
+            saved = state | ({"host": state["host"] + 1} if is_other else {})
+            manager.save(step, args=adacheck.SaveArgs(saved))
+            try:
+                manager.wait_until_finished()
+            except MismatchError as error:
+                message = str(error)
+        steps = list(manager.all_steps(read=True))
+        restored = manager.restore(steps[-1], args=adacheck.RestoreArgs(state))
+    for key, value in expected.items():
+        assert np.asarray(restored[key]).tobytes() == value.tobytes(), key
+        assert type(restored[key]) is type(state[key]), key
+        assert getattr(restored[key], "sharding", 0) == getattr(state[key], "sharding", 0), key
+    return {"steps": steps, "message": message}
+
+
+result = {"equal": equal, "failing": failing, "local": local}[own.mode]()
+Path(f"{own.out}-{own.process}.json").write_text(json.dumps(result))

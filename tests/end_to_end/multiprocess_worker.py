@@ -7,7 +7,9 @@ and restore-recorded; or bits, which saves bit-pattern differences; or projected
 saves a run that changes params after the update; or no-scalars, which saves one without a scalar;
 or schedule, which saves by a schedule for which each process measures other costs.
 or edited, in which an element is changed by hand before the fourth step is saved;
-or compact, in which another process compacts the second step before the third is saved;
+or derived, which keeps an average of its params and a target network, and derived-edited, in which
+the average is set by hand before the third step;
+or feedback, which keeps the residual of error feedback, saved with bases alone, and records step 3;
 or bases, in which every fourth delta becomes a base in the background, and each step waits for it;
 or bases-lost, in which one process cannot write its part of the first of them;
 or bases-refused, in which one process was told to make none;
@@ -36,7 +38,7 @@ from adacheck_jax.schedule.waste import Schedule
 from tests import support
 
 mode = own.mode
-STEPS = 12 if mode == "schedule" or mode.startswith("bases") else 3
+STEPS = {"schedule": 12, "bases": 12, "derived": 4, "feedback": 6}.get(mode.partition("-")[0], 3)
 mesh = support.mesh_of((jax.device_count() // 2, 2))
 max_deltas: Any = "auto"
 if mode == "schedule":
@@ -83,6 +85,11 @@ if mode == "no-scalars":  # then most processes own no scalar of the update at a
 run = support.dict_run(
     mesh, optax.inject_hyperparams(optax.adamw)(1e-2) if mode == "hyperparams" else None
 )
+if mode.startswith("derived"):
+    from tests.end_to_end import test_derived as derived
+
+    functions = {"ema": derived.average, "target": derived.hard_copy}
+    run = derived.dict_program(mesh, functions).run()
 keep, options = None, {}
 if "://" in own.root:  # an object store
     keep = adacheck.KeepLineage(LatestN(10))
@@ -96,6 +103,10 @@ handler = adacheck.AdaCheckHandler(
     max_deltas=max_deltas,
     shadow=None if mode.endswith("-sample") else adacheck.Shadow(background_bases=makes_bases),
 )
+if mode == "feedback":
+    from tests.end_to_end.test_ephemeral_leaves import run_of
+
+    run, handler = run_of(mesh, max_deltas=4)
 if mode == "projected":
     train_step = run.train_step
 
@@ -127,29 +138,19 @@ with support.manager_of(own.root, handler, **options) as manager:
         target = adacheck.RestoreArgs(support.abstract(run.state))
         newest = manager.latest_step()
         run.state, run.count = manager.restore(newest, args=target), newest
-    if mode == "edited":
-        edit = jax.jit(lambda x: x.at[5, 17].add(1e-3), donate_argnums=0)
-        for _ in range(6):
-            run.advance()
-            if run.count == 4:
-                kernel = run.state["params"]["in"]["kernel"]
-                run.state["params"]["in"]["kernel"] = edit(kernel)
-            write(run.state, f"saved{run.count}")
-            manager.save(run.count, args=adacheck.SaveArgs(run.state))
-            try:
-                manager.wait_until_finished()
-            except adacheck.AdaCheckError as error:
-                Path(f"{own.out}-refused{own.process}").write_text(f"{run.count}: {error}")
-    if mode.startswith("edited-small"):
-        edits = {4: 0, 6: 2, 8: 0, 9: 2}
-        edit_at = jax.jit(lambda x, i: x.at[i].add(0.5), donate_argnums=0, static_argnums=1)
-        for _ in range(10):
+    if mode.startswith("edited"):
+        is_small = mode != "edited"
+        name, value = ("bias", 0.5) if is_small else ("kernel", 1e-3)
+        edits: dict[int, Any] = {4: 0, 6: 2, 8: 0, 9: 2} if is_small else {4: (5, 17)}
+        edit_at = jax.jit(lambda x, i: x.at[i].add(value), donate_argnums=0, static_argnums=1)
+        for _ in range(10 if is_small else 6):
             run.advance()
             if run.count in edits:
                 layer = run.state["params"]["in"]
-                layer["bias"] = edit_at(layer["bias"], edits[run.count])
+                layer[name] = edit_at(layer[name], edits[run.count])
             write(run.state, f"saved{run.count}")
-            jax.block_until_ready(run.state)
+            if is_small:
+                jax.block_until_ready(run.state)
             manager.save(run.count, args=adacheck.SaveArgs(run.state))
             try:
                 manager.wait_until_finished()
@@ -162,10 +163,15 @@ with support.manager_of(own.root, handler, **options) as manager:
                 rate = inject.hyperparams["learning_rate"]
                 inject.hyperparams["learning_rate"] = jax.device_put(0.5 * rate, rate.sharding)
             run.advance()
+            if mode == "derived-edited" and run.count == 3:
+                run.state["ema"] = jax.tree.map(lambda x: x + 1, run.state["ema"])
             write(run.state, f"saved{run.count}")
+            if mode == "feedback" and run.count == 3 and handler.record_step(run.state, 3):
+                continue
             manager.save(run.count, args=adacheck.SaveArgs(run.state))
-            if mode.startswith("bases"):
+            if mode.startswith(("bases", "feedback")):
                 manager.wait_until_finished()
+            if mode.startswith("bases"):
                 (saver,) = handler._run.lines._savers.values()
                 pending = saver._bases._pending
                 if pending is not None and pending.written is not None:

@@ -8,7 +8,6 @@ import subprocess
 from pathlib import Path
 from typing import Any
 
-import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
@@ -21,20 +20,15 @@ from typer.testing import CliRunner
 import adacheck_jax as adacheck
 from adacheck_jax.adapter.restoring.restorer import StepRestorer
 from adacheck_jax.cli.main import app
-from adacheck_jax.errors import (
-    IntegrityError,
-    LineageError,
-    MismatchError,
-)
-from adacheck_jax.format.boxes import Box
+from adacheck_jax.errors import IntegrityError, LineageError, MismatchError
 from adacheck_jax.format.manifest import BaseManifest, DeltaManifest
 from adacheck_jax.save import share
 from adacheck_jax.store.compaction import in_place, new_base
 from adacheck_jax.store.steps import folders, identity, lineage, lookup, manifest_file, roots
-from adacheck_jax.store.storage.location import at
 from tests import support
 from tests.data.make_golden import GOLDEN, bits_of, initial_state, unpack
-from tests.support import abstract, assert_same_bits, host_copy, manager_of, mesh_of, save_steps
+from tests.save.loop import Loop
+from tests.support import abstract, assert_same_bits, host_copy, manager_of, mesh_of
 
 MESH = (4, 2)
 
@@ -45,6 +39,10 @@ def item(root: Path, step: int) -> Path:
 
 def saved_run(root: Path, steps: int = 6, **options: Any) -> tuple[support.Run, dict[int, Any]]:
     return support.saved_run(root, steps, MESH, **options)
+
+
+def loop_of(root: Path, **options: Any) -> Loop:
+    return Loop(root, support.dict_run(mesh_of(MESH)), **options)
 
 
 def check_steps(root: Path, target: Any, saved: dict[int, Any]) -> None:
@@ -63,6 +61,17 @@ def check_clean(root: Path) -> None:
         assert in_place.leftovers(step.directory) == []
 
 
+def assert_whole(loop: Loop, *left: int) -> str:
+    """Every step restores, or those alone that are left, of the rest of which nothing is there."""
+    for step in [*loop.states] if left else ():
+        if step not in left:
+            shutil.rmtree(loop.root / str(step), ignore_errors=True)
+            del loop.states[step]
+    found = loop.check()
+    check_clean(loop.root)
+    return found
+
+
 def stock_leaves(root: Path, step: int) -> list[np.ndarray]:
     """A step as stock Orbax restores it, in a manager that knows nothing of this library."""
     with ocp.CheckpointManager(root) as manager:
@@ -78,8 +87,9 @@ def lineage_of(root: Path, step: int) -> list[int]:
     return [each.manifest.step for each in lookup.resolve(item(root, step)).entries]
 
 
-@pytest.mark.covering(1, quick=0)
-@pytest.mark.parametrize("step", [2, 4, 6], ids=["first", "middle", "last"])
+@pytest.mark.slow
+@pytest.mark.first(1)
+@pytest.mark.parametrize("step", [4, 2, 6], ids=["middle", "first", "last"])
 def test_a_compacted_delta_is_a_stock_base_and_no_step_changes(tmp_path, step):
     run, saved = saved_run(tmp_path)
     old = manifest_file.read(item(tmp_path, step))
@@ -91,10 +101,8 @@ def test_a_compacted_delta_is_a_stock_base_and_no_step_changes(tmp_path, step):
     assert lineage_of(tmp_path, step) == [step]
     expected = sorted(x.tobytes() for x in saved[step])
     assert sorted(x.tobytes() for x in stock_leaves(tmp_path, step)) == expected
-    other = mesh_of((8, 1))
-    with manager_of(tmp_path, adacheck.AdaCheckHandler()) as manager:
-        args = adacheck.RestoreArgs(abstract(run.state, other))
-        assert_same_bits(manager.restore(step, args=args), saved[step])
+    elsewhere = abstract(run.state, mesh_of((8, 1)))
+    assert_same_bits(support.restored(tmp_path, step, elsewhere), saved[step])
     for option in ("--read-data", "--replay"):
         found = CliRunner().invoke(app, ["verify", str(tmp_path), option])
         assert found.exit_code == 0, found.output
@@ -104,135 +112,76 @@ def test_a_compacted_delta_is_a_stock_base_and_no_step_changes(tmp_path, step):
 @pytest.mark.slow
 @pytest.mark.parametrize("options", [{}, {"delta": "bits", "compression": "small"}], ids=str)
 def test_every_step_of_a_lineage_may_be_compacted_in_any_order(tmp_path, options):
-    run, saved = saved_run(tmp_path, **options)
+    with loop_of(tmp_path, **options) as loop:
+        loop.save(6)
     for step in (4, 6, 2, 3, 5):
         support.compact(tmp_path, step)
-        check_steps(tmp_path, abstract(run.state), saved)
+        assert_whole(loop)
         assert "delta" not in json.dumps([x.stem for x in item(tmp_path, step).rglob("*")])
     assert support.kinds_of(tmp_path) == "BBBBBB"
-    for step in (1, 2, 3, 5, 6):
-        shutil.rmtree(tmp_path / str(step))
-    check_steps(tmp_path, abstract(run.state), {4: saved[4]})
-
-
-@pytest.mark.slow
-@pytest.mark.covering(1, quick=1)
-@pytest.mark.parametrize("ago", [0, 2], ids=["its parent", "a step before"])
-def test_a_running_training_goes_on_from_the_new_base(tmp_path, ago):
-    run = support.dict_run(mesh_of(MESH))
-    with manager_of(tmp_path, adacheck.AdaCheckHandler(run.recorder)) as manager:
-        saved = save_steps(manager, run, 5)
-        support.compact(tmp_path, 5 - ago)
-        saved |= save_steps(manager, run, 3)
-    for step in (6, 7, 8):
-        assert isinstance(manifest_file.read(item(tmp_path, step)), DeltaManifest)
-        assert lineage_of(tmp_path, step) == [*range(5 - ago, step + 1)]
-        linked = (item(tmp_path, step) / folders.LINEAGE).iterdir()
-        steps = {path.name.split(".")[0] for path in linked}
-        assert steps == {str(each) for each in range(5 - ago, step)}
-    check_steps(tmp_path, abstract(run.state), saved)
-    listed = json.loads(CliRunner().invoke(app, ["ls", str(tmp_path), "--json"]).output)["steps"]
-    assert [each["depth"] for each in listed][-3:] == [1 + ago, 2 + ago, 3 + ago]
-    for step in range(1, 8):
-        shutil.rmtree(tmp_path / str(step))
-    check_steps(tmp_path, abstract(run.state), {8: saved[8]})
+    assert_whole(loop, 4)
 
 
 @pytest.mark.slow
 def test_compacted_lineages_need_no_further_base(tmp_path):
-    run = support.dict_run(mesh_of(MESH))
-    saved = {}
-    handler = adacheck.AdaCheckHandler(run.recorder, max_deltas=4)
-    with manager_of(tmp_path, handler, max_to_keep=3) as manager:
+    with loop_of(tmp_path, max_deltas=4, manager={"max_to_keep": 3}) as loop:
         for _ in range(6):
-            saved |= save_steps(manager, run, 2)
-            support.compact(tmp_path, run.count)
-    listed = {step: saved[step] for step in (10, 11, 12)}
-    check_steps(tmp_path, abstract(run.state), listed)
-    last = manifest_file.read(item(tmp_path, 12))
-    assert isinstance(last, BaseManifest)
-    assert last.depth == 11, "the only base that was saved was the first"
-    with manager_of(tmp_path, adacheck.AdaCheckHandler(run.recorder, max_deltas=4)) as manager:
-        args = adacheck.RestoreArgs(abstract(run.state))
-        run.state = manager.restore(12, args=args)
-        later = save_steps(manager, run, 6)
-    assert support.kinds_of(tmp_path) == "BDBDDDDBD"
-    check_steps(tmp_path, abstract(run.state), listed | later)
+            loop.save(2)
+            support.compact(tmp_path, loop.number)
+        loop.forget(*range(1, 10))
+        assert_whole(loop)
+        last = manifest_file.read(item(tmp_path, 12))
+        assert isinstance(last, BaseManifest)
+        assert last.depth == 11, "the only base that was saved was the first"
+        loop.manager_options = {}
+        loop.reopen()
+        loop.save(6)
+    assert assert_whole(loop) == "BRBRRRRBR"
 
 
 def test_deferred_steps_go_with_the_delta_and_can_follow_the_base(tmp_path):
-    run = support.dict_run(mesh_of((1, 1)))
-    handler = adacheck.AdaCheckHandler(run.recorder)
-    states = {}
-    with manager_of(tmp_path, handler) as manager:
-        for step in range(1, 10):
-            states[step] = host_copy(run.advance())
-            if step == 6:
-                manager.wait_until_finished()
-                support.compact(tmp_path, 5)
-            if step in (1, 5, 9) or not handler.record_step(run.state, step):
-                manager.save(step, args=adacheck.SaveArgs(run.state))
+    with Loop(tmp_path) as loop:
+        loop.save()
+        assert loop.keep(3) == "rrr"
+        loop.save()
+        assert loop.keep() == "r"
+        support.compact(tmp_path, 5)
+        assert loop.keep(2) == "rr"
+        loop.save()
     assert lineage_of(tmp_path, 9) == [5, 9]
-    target = abstract(run.state)
-    with manager_of(tmp_path, adacheck.AdaCheckHandler()) as manager:
-        for step in (5, 6, 7, 8, 9):
-            args = adacheck.RestoreArgs(target, step=None if step in (5, 9) else step)
-            assert_same_bits(manager.restore(5 if step == 5 else 9, args=args), states[step])
-        with pytest.raises(LineageError, match="found the steps 5"):
-            manager.restore(5, args=adacheck.RestoreArgs(target, step=4))
-    check_steps(tmp_path, target, {step: states[step] for step in (1, 5, 9)})
-
-
-def rare_state(recorder: adacheck.Recorder) -> dict[str, Any]:
-    params = {"a/b": {"w": jnp.ones((8, 8))}, "c": jnp.zeros(8)}
-    return {
-        "params": params,
-        "opt_state": recorder.init(params),
-        "number": 3,
-        "rate": 0.5,
-        "key": jax.random.key(0),
-        "small": jnp.ones(4, jnp.uint4),
-        "empty": jnp.zeros((0, 3)),
-        "none": None,
-        "list": [jnp.int32(1), jnp.ones(3, jnp.bfloat16), np.arange(3)],
-        "complex": jnp.ones(2, jnp.complex64),
-        "frozen": jnp.arange(2.0**15),
-    }
+    target = abstract(loop.run.state)
+    with pytest.raises(LineageError, match="found the steps 5"):
+        support.restored(tmp_path, 5, target, step=4)
+    loop.forget(2, 3, 4)
+    assert assert_whole(loop) == "BBR"
+    for step in (1, 5):  # which step 9 links
+        shutil.rmtree(tmp_path / str(step))
+    loop.forget(1, 5)
+    assert assert_whole(loop) == "R"
 
 
 @pytest.mark.slow
-def test_leaves_of_all_kinds_metadata_and_frozen_files_survive(tmp_path):
+def test_metadata_and_frozen_files_survive(tmp_path):
     recorder = adacheck.Recorder(optax.adamw(1e-2))
-    state, saved = rare_state(recorder), {}
-
-    @jax.jit
-    def train_step(params: Any, opt_state: Any) -> Any:
-        grads = jax.tree.map(lambda x: x * 0.1 + 1, params)
-        updates, opt_state = recorder.update(grads, opt_state, params)
-        return optax.apply_updates(params, updates), opt_state
-
+    more = {"a/b": {"number": 3}, "frozen": jnp.arange(2.0**15)}
+    run, saved = support.program_of(mesh_of((1, 1)), recorder, more=more).run(), {}
     with manager_of(tmp_path, adacheck.AdaCheckHandler(recorder)) as manager:
         for step in range(1, 4):
-            state["params"], state["opt_state"] = train_step(state["params"], state["opt_state"])
-            state |= {"number": step, "key": jax.random.key(step)}
+            state = run.advance()
             manager.save(step, args=adacheck.SaveArgs(state, custom_metadata={"step": step}))
             saved[step] = host_copy(state)
     made = support.compact(tmp_path, 3)
     frozen = next(i for i, leaf in enumerate(made.leaves) if leaf.path == "frozen")
     assert (frozen, 1) in made.kept
+    check_steps(tmp_path, abstract(run.state), saved)
     with manager_of(tmp_path, adacheck.AdaCheckHandler()) as manager:
-        for step in (1, 2, 3):
-            found = manager.restore(step, args=adacheck.RestoreArgs(state))
-            assert_same_bits(found, saved[step])
-            assert manager.item_metadata(step).custom_metadata == {"step": step}
-        assert type(found["number"]) is int
-    shutil.rmtree(tmp_path / "1")
-    shutil.rmtree(tmp_path / "2")
+        found = [manager.item_metadata(step).custom_metadata for step in saved]
+    assert found == [{"step": step} for step in saved]
+    for step in (1, 2):
+        shutil.rmtree(tmp_path / str(step))
     found = ocp.PyTreeCheckpointer().restore(item(tmp_path, 3))
-    assert (found["number"], found["rate"]) == (3, 0.5)
-    assert (jax.random.key_data(found["key"]) == jax.random.key_data(state["key"])).all()
-    np.testing.assert_array_equal(found["frozen"], state["frozen"])
-    np.testing.assert_array_equal(found["params"]["a/b"]["w"], state["params"]["a/b"]["w"])
+    np.testing.assert_array_equal(found["frozen"], more["frozen"])
+    assert found["a/b"]["number"] == 3
 
 
 def test_v1_loads_a_compacted_step_with_and_without_this_library(tmp_path):
@@ -249,14 +198,11 @@ def test_v1_loads_a_compacted_step_with_and_without_this_library(tmp_path):
         support.put_base(known, changed(blocks))
     assert (path / "_METADATA").read_bytes() == before
     support.compact(tmp_path, 3, path.name)
-    target = abstract(run.state)
-    for context in (adacheck.v1.context(), ocp_v1.Context()):
-        with context:
-            found = ocp_v1.load_checkpointables(tmp_path / "3", {path.name: target})
-        assert_same_bits(found[path.name], saved[3])
-    with adacheck.v1.context():
-        found = ocp_v1.load_checkpointables(tmp_path / "2", {path.name: target})
-    assert_same_bits(found[path.name], saved[2])
+    target = {path.name: abstract(run.state)}
+    for step, context in ((3, adacheck.v1.context()), (3, ocp_v1.Context()), (2, None)):
+        with context or adacheck.v1.context():
+            found = ocp_v1.load_checkpointables(tmp_path / f"{step}", target)
+        assert_same_bits(found[path.name], saved[step])
 
 
 @pytest.mark.covering(1, quick=3)
@@ -265,40 +211,33 @@ def test_steps_of_earlier_releases_are_compacted(tmp_path, golden):
     support.skip_unpinned(golden.version)
     unpack(golden.directory, tmp_path)
     root = tmp_path / golden.name
+    target = abstract(initial_state(golden.recorder(), golden.width))
     for step in {*golden.saved[:0:-1]} - {golden.compacted}:
         support.compact(root, step)
-        target = adacheck.RestoreArgs(abstract(initial_state(golden.recorder(), golden.width)))
-        with manager_of(root, adacheck.AdaCheckHandler()) as manager:
-            for each in golden.saved:
-                found = bits_of(manager.restore(each, args=target), golden.version)
-                np.testing.assert_array_equal(found, golden.bits()[each])
+        for each in golden.saved:
+            found = bits_of(support.restored(root, each, target), golden.version)
+            np.testing.assert_array_equal(found, golden.bits()[each])
     check_clean(root)
 
 
-@pytest.fixture
-def without_links():
-    with support.without_links():
-        yield
-
-
 @pytest.mark.slow
-@pytest.mark.usefixtures("without_links")
 def test_without_hard_links_steps_that_follow_refer_to_the_base(tmp_path):
-    run = support.dict_run(mesh_of(MESH))
-    keep = adacheck.KeepLineage(LatestN(3))
-    handler = adacheck.AdaCheckHandler(run.recorder, max_deltas=4, keep_lineage=keep)
-    with manager_of(tmp_path, handler, preservation_policy=keep) as manager:
-        saved = save_steps(manager, run, 4)
+    def kept(newest: int) -> dict[str, Any]:
+        keep = adacheck.KeepLineage(LatestN(newest))
+        return {"keep_lineage": keep, "manager": {"preservation_policy": keep}}
+
+    with support.without_links(), loop_of(tmp_path, max_deltas=4, **kept(3)) as loop:
+        loop.save(4)
         support.compact(tmp_path, 3)
-        saved |= save_steps(manager, run, 1)
-    assert lineage_of(tmp_path, 5) == [3, 4, 5]
-    keep = adacheck.KeepLineage(LatestN(2))
-    handler = adacheck.AdaCheckHandler(run.recorder, max_deltas=4, keep_lineage=keep)
-    with manager_of(tmp_path, handler, preservation_policy=keep) as manager:
-        run.state = manager.restore(5, args=adacheck.RestoreArgs(abstract(run.state)))
-        saved |= save_steps(manager, run, 2)
+        loop.save()
+        assert lineage_of(tmp_path, 5) == [3, 4, 5]
+        loop.manager_options = (again := kept(2)).pop("manager")
+        loop.options |= again
+        loop.reopen()
+        loop.save(2)
     assert lineage_of(tmp_path, 7) == [3, 4, 5, 6, 7]
-    check_steps(tmp_path, abstract(run.state), {step: saved[step] for step in range(3, 8)})
+    loop.forget(1, 2)
+    assert_whole(loop)
 
 
 @pytest.fixture(scope="module")
@@ -405,7 +344,6 @@ def test_a_step_that_is_deleted_meanwhile_does_not_come_back(
 
 @pytest.mark.slow
 def test_a_save_that_links_while_its_parent_becomes_a_base(tmp_path, monkeypatch):
-    run = support.dict_run(mesh_of(MESH))
     link = share.links.link_ancestors
 
     def compacting(known: Any, *args: Any) -> None:
@@ -413,12 +351,12 @@ def test_a_save_that_links_while_its_parent_becomes_a_base(tmp_path, monkeypatch
             support.compact(tmp_path, known.manifest.step)
         link(known, *args)
 
-    with manager_of(tmp_path, adacheck.AdaCheckHandler(run.recorder)) as manager:
-        saved = save_steps(manager, run, 3)
+    with loop_of(tmp_path) as loop:
+        loop.save(3)
         monkeypatch.setattr(share.links, "link_ancestors", compacting)
-        saved |= save_steps(manager, run, 5)
+        loop.save(5)
     assert [lineage_of(tmp_path, step) for step in (5, 6, 7, 8)] == [[4, 5], [6], [6, 7], [6, 7, 8]]
-    check_steps(tmp_path, abstract(run.state), saved)
+    assert_whole(loop)
 
 
 @pytest.mark.parametrize("read", ["restore", "verify"])
@@ -446,18 +384,6 @@ def test_a_reader_whose_files_are_deleted_looks_again(
     assert isinstance(restored.lineage.manifest, BaseManifest)
 
 
-def test_a_whole_leaf_is_one_box(tmp_path, saved_once, three):
-    (known, blocks), (_, run, saved) = three, saved_once
-    whole = {}
-    for index, leaf in enumerate(known.base.leaves):
-        whole[index] = {Box.full(leaf.shape): np.empty(leaf.shape, np.dtype(leaf.dtype))}
-        for box, block in blocks[index].items():
-            whole[index][Box.full(leaf.shape)][(*box.slices, ...)] = block
-    support.put_base(known, whole)
-    check_steps(tmp_path, abstract(run.state), saved)
-    assert at(item(tmp_path, 3) / folders.BASE).folders() == ["0"]
-
-
 @pytest.mark.slow
 @pytest.mark.parametrize("is_base_already", [False, True], ids=["delta", "base"])
 def test_repair_removes_what_an_interrupted_compaction_left(tmp_path, is_base_already):
@@ -475,16 +401,15 @@ def test_repair_removes_what_an_interrupted_compaction_left(tmp_path, is_base_al
         (directory / "adacheck/tree_metadata").write_bytes(b"")
     left = {str(path) for path in in_place.leftovers(directory)}
     assert len(left) == (2 if is_base_already else 5)
-    run = lambda *words: CliRunner().invoke(app, [words[0], str(tmp_path), *words[1:]])  # noqa: E731
-    reported = json.loads(run("verify", "--json").output)
-    assert [(each["path"], each["is_temporary"]) for each in reported["leftovers"]] == [
-        ("3/default", False)
-    ]
-    assert reported["damaged_count"] == 0
-    dry = json.loads(run("repair", "--dry-run", "--json").output)
-    assert dry["cleared"] == ["3/default"]
+
+    def run(verb: str, *options: str) -> str:
+        return CliRunner().invoke(app, [verb, str(tmp_path), *options]).output
+
+    reported = json.loads(run("verify", "--json"))
+    told = [(each["path"], each["is_temporary"]) for each in reported["leftovers"]]
+    assert (told, reported["damaged_count"]) == ([("3/default", False)], 0)
+    assert json.loads(run("repair", "--dry-run", "--json"))["cleared"] == ["3/default"]
     assert {str(path) for path in in_place.leftovers(directory)} == left
-    shown = run("repair")
-    assert "3/default has lost what an interrupted compaction left in it" in shown.output
+    assert "3/default has lost what an interrupted compaction left in it" in run("repair")
     assert (directory / "_METADATA").exists() is is_base_already
     check_steps(tmp_path, abstract(trained.state), saved)

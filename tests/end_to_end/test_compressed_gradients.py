@@ -15,7 +15,8 @@ from adacheck_jax.errors import IntegrityError
 from adacheck_jax.format.manifest import BaseManifest, Encoding
 from adacheck_jax.store.steps import roots
 from tests import support
-from tests.support import abstract, assert_same_bits, manager_of, mesh_of, save_steps
+from tests.save.loop import Loop
+from tests.support import abstract, manager_of, mesh_of, save_steps
 
 STEPS = 4
 
@@ -58,18 +59,7 @@ def compressing(way):
 def run_of(way, mesh, dtype=None):
     recorder = adacheck.Recorder(optax.adamw(1e-2), dtype=dtype)
     chain = optax.chain(compressing(way), recorder)
-
-    def begin():
-        params = support.initial_params()
-        return support.place({"params": params, "opt_state": chain.init(params)}, mesh)
-
-    def train_step(state, data):
-        x, y = data
-        grads = jax.grad(lambda p: jnp.mean((support.forward(p, x) - y) ** 2))(state["params"])
-        updates, opt_state = chain.update(grads, state["opt_state"], state["params"])
-        return {"params": optax.apply_updates(state["params"], updates), "opt_state": opt_state}
-
-    return support.Program.of(recorder, begin, train_step).run()
+    return support.program_of(mesh, recorder, chain).run()
 
 
 def letters_of(root):
@@ -93,16 +83,13 @@ def letters_of(root):
 @pytest.mark.parametrize("dtype", [None, jnp.bfloat16], ids=["own", "bfloat16"])
 @pytest.mark.parametrize("name", WAYS)
 def test_every_step_is_coded_and_restored_on_other_meshes(tmp_path, name, dtype, compression):
-    run = run_of(WAYS[name], mesh_of((2, 2)), dtype)
-    handler = adacheck.AdaCheckHandler(run.recorder, compression=compression)
-    with manager_of(tmp_path, handler) as manager:
-        saved = save_steps(manager, run, STEPS)
+    with Loop(
+        tmp_path, run_of(WAYS[name], mesh_of((2, 2)), dtype), compression=compression
+    ) as loop:
+        loop.save(STEPS)
     assert letters_of(tmp_path) == {each: {Encoding.CODED} for each in range(2, STEPS + 1)}
     for shape in ((2, 2), (8,), (1,), (4, 2)):
-        with manager_of(tmp_path, adacheck.AdaCheckHandler()) as manager:
-            for step in (STEPS - 1, STEPS):
-                target = adacheck.RestoreArgs(abstract(run.state, mesh_of(shape)))
-                assert_same_bits(manager.restore(step, args=target), saved[step])
+        loop.verify(mesh_of(shape))
     for options in ([], ["--read-data"], ["--replay"]):
         found = CliRunner().invoke(app, ["verify", str(tmp_path), *options])
         assert found.exit_code == 0, found.output
@@ -111,21 +98,17 @@ def test_every_step_is_coded_and_restored_on_other_meshes(tmp_path, name, dtype,
 @pytest.mark.slow
 def test_coded_steps_are_deferred_compacted_and_built_on_and_take_few_bytes(tmp_path):
     run = run_of(top_k, mesh_of((2, 2)))
-    handler, held = adacheck.AdaCheckHandler(run.recorder), {}
-    with manager_of(tmp_path, handler) as manager:
-        saved = save_steps(manager, run, 2)
-        for step in (3, 4):
-            assert handler.record_step(run.advance(), step)
-            held[step] = support.host_copy(run.state)
-        saved |= save_steps(manager, run, 2)
+    with Loop(tmp_path, run) as loop:
+        loop.save(2)
+        assert loop.keep(2) == "rr"
+        loop.save(2)
     (delta,) = [s.manifest for s in roots.steps_of(tmp_path) if s.step == 2]
     count = sum(np.size(x) for x in jax.tree.leaves(run.state["params"]))
     assert sum(pack.raw_bytes for pack in delta.packs) < 0.15 * count
-    target = abstract(run.state, mesh_of((8,)))
-    for step, expected in held.items():
-        assert_same_bits(support.restored(tmp_path, 5, target, step=step), expected)
+    loop.verify(mesh_of((8,)))
     support.compact(tmp_path, 5)
-    support.assert_steps(tmp_path, saved, run.state, (8,))
+    loop.forget(3, 4)
+    loop.verify(mesh_of((8,)))
 
 
 def test_a_dense_record_is_stored_as_it_is_and_a_change_in_a_code_is_found(tmp_path):

@@ -5,41 +5,32 @@ from __future__ import annotations
 import functools
 import logging
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 import optax
 import pytest
 from flax import nnx
-from flax.training.train_state import TrainState
 from jax.sharding import AxisType
 
 import adacheck_jax as adacheck
-from adacheck_jax.device import transfer
-from adacheck_jax.schedule import line
-from adacheck_jax.schedule.waste import Schedule
 from tests import support
-from tests.end_to_end.test_state_kinds import (
-    assert_only_changes_are_stored,
-    base_of,
-    delta_of,
-    kinds,
-    stored_paths,
-)
-from tests.save.loop import assert_all_restorable
-from tests.save.test_background_bases import bases_of, trained
-from tests.support import Program, Run, assert_same_bits, host_copy, manager_of, mesh_of, save_steps
+from tests.end_to_end.kept import assert_only_changes_are_stored, base_of, delta_of, kinds
+from tests.save.loop import Loop, computing
+from tests.support import Program, mesh_of
 
-OTHERS = [(1, 1), (8, 1)]
+TOLD = "They are stored as they are, and the other leaves are replayed"
 MESHES = {
-    "one device": lambda: mesh_of((1, 1)),
-    "8x1": lambda: mesh_of((8, 1)),
     "4x2": lambda: mesh_of((4, 2)),
     "4x2 explicit": lambda: mesh_of((4, 2), AxisType.Explicit),
+    "one device": lambda: mesh_of((1, 1)),
 }
-DTYPES = {"float32": (jnp.float32, jnp.float32), "short": (jnp.float32, jnp.bfloat16)}
-DTYPES["long"] = (jnp.bfloat16, jnp.float32)
+DTYPES = {
+    "float32": (jnp.float32, jnp.float32),
+    "short": (jnp.float32, jnp.bfloat16),
+    "long": (jnp.bfloat16, jnp.float32),
+}
 
 
 def average(params: Any, ema: Any, count: Any) -> Any:
@@ -66,20 +57,16 @@ def copy_each_step(params: Any, target: Any, count: Any) -> Any:
     return params
 
 
+def of_a_part(params: Any, ema: Any, count: Any) -> Any:
+    del count
+    return optax.incremental_update({"in": params["in"]}, ema, 0.01)
+
+
 FUNCTIONS = [
     {"fast": warming_average, "slow": average, "target": hard_copy},
     {"debiased": debiased_average, "target_params": copy_each_step},
     {"target": hard_copy},
 ]
-
-
-def loss_of(params: Any, data: Any) -> jax.Array:
-    x, y = data
-    return jnp.mean((support.forward(params, x) - y) ** 2)
-
-
-def cast(params: Any, dtype: Any) -> Any:
-    return jax.tree.map(lambda x: jnp.array(x, dtype), params)
 
 
 def dict_program(
@@ -91,46 +78,17 @@ def dict_program(
 ) -> Program:
     """A state as haiku's users keep it, with a tree for each derived function."""
     recorder = adacheck.Recorder(tx or optax.adamw(1e-2), derived=derived)
+    first, other = (
+        jax.tree.map(lambda x, d=dtype: x.astype(d), support.initial_params()) for dtype in dtypes
+    )
+    trees = {name: {"in": other["in"]} if x is of_a_part else other for name, x in derived.items()}
+
+    def follow(before: Any, after: Any) -> Any:
+        now = after["opt_state"], after["params"]
+        return {name: recorder.derive(name, *now, before[name]) for name in derived}
+
     chain = wrapped(optax.chain(optax.clip_by_global_norm(1.0), recorder))
-
-    def begin() -> Any:
-        params = cast(support.initial_params(), dtypes[0])
-        state = {"params": params, "opt_state": chain.init(params)}
-        return support.place(state | {name: cast(params, dtypes[1]) for name in derived}, mesh)
-
-    def train_step(state: Any, data: Any) -> Any:
-        grads = jax.grad(loss_of)(state["params"], data)
-        updates, opt_state = chain.update(grads, state["opt_state"], state["params"])
-        params = optax.apply_updates(state["params"], updates)
-        after = {"params": params, "opt_state": opt_state}
-        for name in derived:
-            after[name] = recorder.derive(name, opt_state, params, state[name])
-        return after
-
-    return Program.of(recorder, begin, train_step)
-
-
-class EmaState(TrainState):
-    ema_params: Any = None
-
-
-def linen_program(mesh: jax.sharding.Mesh) -> Program:
-    recorder = adacheck.Recorder(optax.adamw(1e-2), derived={"ema_params": average})
-    chain = optax.chain(optax.clip_by_global_norm(1.0), recorder)
-
-    def begin() -> EmaState:
-        params = support.initial_params()
-        ema = jax.tree.map(jnp.copy, params)
-        return support.place(
-            EmaState.create(apply_fn=support.forward, params=params, tx=chain, ema_params=ema), mesh
-        )
-
-    def train_step(state: EmaState, data: Any) -> EmaState:
-        state = state.apply_gradients(grads=jax.grad(loss_of)(state.params, data))
-        ema = recorder.derive("ema_params", state.opt_state, state.params, state.ema_params)
-        return state.replace(ema_params=ema)
-
-    return Program.of(recorder, begin, train_step)
+    return support.program_of(mesh, recorder, chain, params=first, more=trees, follow=follow)
 
 
 def nnx_program(mesh: jax.sharding.Mesh) -> Program:
@@ -154,149 +112,75 @@ def nnx_program(mesh: jax.sharding.Mesh) -> Program:
     return Program.of(recorder, begin, train_step)
 
 
-class ParamsEma(NamedTuple):
-    ema: Any
-
-
 def params_ema(tx: optax.GradientTransformation, decay: float) -> optax.GradientTransformation:
     """An average of the params as part of the optimizer, as optax users write it."""
 
     def init(params: Any) -> Any:
-        return tx.init(params), ParamsEma(jax.tree.map(jnp.copy, params))
+        return tx.init(params), jax.tree.map(jnp.copy, params)
 
     def update(updates: Any, state: Any, params: Any = None) -> Any:
         updates, inner = tx.update(updates, state[0], params)
         new = optax.apply_updates(params, updates)
-        return updates, (inner, ParamsEma(optax.incremental_update(new, state[1].ema, 1 - decay)))
+        return updates, (inner, optax.incremental_update(new, state[1], 1 - decay))
 
     return optax.GradientTransformation(init, update)
 
 
-def assert_derived_is_replayed(
-    root: Any, run: Run, steps: int = 5, names: tuple[str, ...] = (), where: Any = OTHERS
-) -> None:
+def assert_replayed(root: Any, program: Program, names: Any, *others: tuple[int, ...]) -> None:
     """Saves some steps, and restores them without the recorder's code on several meshes."""
-    with manager_of(root, adacheck.AdaCheckHandler(run.recorder, max_deltas=9)) as manager:
-        saved = save_steps(manager, run, steps)
-    assert kinds(root) == "B" + "R" * (steps - 1)
+    with Loop(root, program.run(), max_deltas=9) as loop:
+        loop.save(5)
+    assert kinds(root) == "BRRRR"
     # What an nnx model has besides its params is stored wherever it changed.
-    assert_only_changes_are_stored(root, saved)
-    update, leaves = base_of(root, 1).update, base_of(root, 1).leaves
-    assert update is not None
+    assert_only_changes_are_stored(root, loop.states)
+    base = base_of(root, 1)
     for name in names:
-        own = {i for i, leaf in enumerate(leaves) if f"/{leaf.path}/".find(f"/{name}/") >= 0}
-        assert own
-        assert own & {*update.inner}
-    for step in range(2, steps + 1):
-        assert delta_of(root, step).checked == "full"
-        assert delta_of(root, step).unreplayed == ()
-    assert_restores(root, saved, run.state, where)
+        own = {i for i, leaf in enumerate(base.leaves) if f"/{name}/" in f"/{leaf.path}/"}
+        assert own & {*base.update.inner}
+    assert {(each.checked, each.unreplayed) for each in loop.deltas.values()} == {("full", ())}
+    for shape in others:
+        loop.verify(mesh_of(shape))
 
 
-def assert_restores(root: Any, saved: Any, state: Any, meshes: Any = OTHERS) -> None:
-    """Restores the newest steps, one on each mesh."""
-    with manager_of(root, adacheck.AdaCheckHandler()) as manager:
-        for step, shape in zip([*saved][::-1], meshes, strict=False):
-            target = support.abstract(state, mesh_of(shape))
-            restored = manager.restore(step, args=adacheck.RestoreArgs(target, require_exact=True))
-            assert_same_bits(restored, saved[step])
+PROGRAMS = [
+    *(
+        pytest.param(dict_program, (derived, dtypes), mesh, id=f"{'-'.join(derived)} {name} {mesh}")
+        for derived, (name, dtypes), mesh in zip(FUNCTIONS, DTYPES.items(), MESHES, strict=False)
+    ),
+    pytest.param(nnx_program, (), "4x2", id="nnx model"),
+    pytest.param(dict_program, ({"ema": of_a_part},), "4x2", id="some params"),
+    pytest.param(
+        dict_program,
+        ({}, DTYPES["float32"], params_ema(optax.adamw(1e-2), 0.99)),
+        "4x2 explicit",
+        id="inside",
+    ),
+]
 
 
 @pytest.mark.slow
-@pytest.mark.covering(1)
-@pytest.mark.parametrize(
-    "mesh",
-    [
-        pytest.param(each, marks=() if each.startswith("4x2") else pytest.mark.campaign)
-        for each in MESHES
-    ],
-)
-@pytest.mark.parametrize("dtypes", DTYPES)
-@pytest.mark.parametrize("derived", FUNCTIONS, ids="-".join)
-def test_derived_trees_are_replayed_on_every_mesh(tmp_path, derived, dtypes, mesh):
-    program = dict_program(MESHES[mesh](), derived, DTYPES[dtypes])
-    assert_derived_is_replayed(tmp_path, program.run(), names=(*derived,))
-
-
-def subset_average(params: Any, ema: Any, count: Any) -> Any:
-    del count
-    return optax.incremental_update({"in": params["in"]}, ema, 0.01)
-
-
-def subset_program(mesh: jax.sharding.Mesh) -> Program:
-    """An average of some of the params."""
-    recorder = adacheck.Recorder(optax.adamw(1e-2), derived={"ema": subset_average})
-
-    def begin() -> Any:
-        params = support.initial_params()
-        ema = {"in": jax.tree.map(jnp.copy, params["in"])}
-        return support.place({"params": params, "opt": recorder.init(params), "ema": ema}, mesh)
-
-    def train_step(state: Any, data: Any) -> Any:
-        grads = jax.grad(loss_of)(state["params"], data)
-        updates, opt = recorder.update(grads, state["opt"], state["params"])
-        params = optax.apply_updates(state["params"], updates)
-        ema = recorder.derive("ema", opt, params, state["ema"])
-        return {"params": params, "opt": opt, "ema": ema}
-
-    return Program.of(recorder, begin, train_step)
-
-
-def inside(tx: optax.GradientTransformation) -> Callable[[jax.sharding.Mesh], Program]:
-    """A program whose average is part of the optimizer, and is not declared."""
-    return lambda mesh: dict_program(mesh, {}, tx=tx)
-
-
-@pytest.mark.first(0, slow=4)
-@pytest.mark.parametrize(
-    ("program", "names"),
-    [
-        (linen_program, ("ema_params",)),
-        (nnx_program, ("ema",)),
-        (subset_program, ("ema",)),
-        (inside(params_ema(optax.adamw(1e-2), 0.99)), ()),
-        (inside(optax.chain(optax.ema(0.9), optax.sgd(0.1))), ()),
-    ],
-    ids=["field of a train state", "nnx model", "some params", "inside", "of gradients"],
-)
-def test_averages_of_every_form_are_replayed(tmp_path, program, names):
-    where = [(2, 4)] if program is nnx_program else OTHERS
-    assert_derived_is_replayed(tmp_path, program(mesh_of((4, 2))).run(), names=names, where=where)
+@pytest.mark.parametrize(("program", "given", "mesh"), PROGRAMS)
+def test_averages_of_every_form_are_replayed_on_every_mesh(tmp_path, program, given, mesh):
+    """Those inside of the optimizer need no declaration; ``tests/update`` has all types."""
+    names = given[0] if given else ("ema",)
+    others = [(2, 4)] if program is nnx_program else [(1, 1), (8, 1)]
+    assert_replayed(tmp_path, program(MESHES[mesh](), *given), names, *others)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("is_same", [True, False], ids=["the same function", "another one"])
 def test_a_resumed_run_goes_on_with_deltas_of_the_same_function(tmp_path, is_same):
     """The first save after a restore comes before the train step was traced."""
-    saved = {}
-    for function in (average, average if is_same else warming_average):
-        run = dict_program(mesh_of((4, 2)), {"ema": function}).run()
-        with manager_of(tmp_path, adacheck.AdaCheckHandler(run.recorder, max_deltas=9)) as manager:
-            if (newest := manager.latest_step()) is not None:
-                target = adacheck.RestoreArgs(support.abstract(run.state))
-                run.state, run.count = manager.restore(newest, args=target), newest
-            saved |= save_steps(manager, run, 3)
-    assert kinds(tmp_path) == ("BRRRRR" if is_same else "BRRBRR")
-    assert_all_restorable(tmp_path, saved, run.state)
-
-
-@pytest.mark.slow
-def test_a_base_made_in_the_background_has_the_derived_trees(tmp_path, monkeypatch):
-    monkeypatch.setattr(line, "BEGINNING", Schedule(3, 1))
-    run = dict_program(mesh_of((4, 2)), {"ema": average}).run()
-    policy = adacheck.AdaptivePolicy(most_deltas=3)
-    handler = adacheck.AdaCheckHandler(run.recorder, max_deltas=policy)
-    saved = trained(tmp_path, run, handler, 9)
-    assert bases_of(tmp_path) == [1, 4, 7]
-    assert_all_restorable(tmp_path, saved, run.state)
-
-
-def stepped(run: Run, changed: Callable[[int, Any, Any], Any]) -> Any:
-    """One train step whose state is changed by hand afterwards."""
-    before = jax.tree.map(jnp.copy, run.state)
-    run.advance()
-    run.state = jax.block_until_ready(changed(run.count, before, run.state))
-    return host_copy(run.state)
+    first, then = (
+        dict_program(mesh_of((4, 2)), {"ema": function}).run()
+        for function in (average, average if is_same else warming_average)
+    )
+    with Loop(tmp_path, first, max_deltas=9) as loop:
+        loop.save(3)
+        then.count, loop.run = 3, then
+        loop.reopen()
+        loop.save(3)
+    assert loop.check() == ("BRRRRR" if is_same else "BRRBRR")
 
 
 def skipped(step: int, before: Any, state: Any) -> Any:
@@ -314,98 +198,89 @@ def other_decay(step: int, before: Any, state: Any) -> Any:
     return {**state, "ema": optax.incremental_update(state["params"], before["ema"], 0.1)}
 
 
+CHANGED = {skipped: lambda n: n % 3, edited: lambda n: n == 4, other_decay: lambda n: n >= 4}
+"""What is done to a state by hand, and in which steps."""
+
+
+def changing_loop(root: Any, changed: Callable[[int, Any, Any], Any], **options: Any) -> Loop:
+    """A loop whose state is changed by hand after each train step."""
+    run = dict_program(mesh_of((4, 2)), {"ema": average}).run()
+    train_step = run.train_step
+
+    def stepped(state: Any, data: Any) -> Any:
+        before = jax.tree.map(jnp.copy, state)
+        return jax.block_until_ready(changed(run.count + 1, before, train_step(state, data)))
+
+    run.train_step = stepped
+    return Loop(root, run, **options)
+
+
 @pytest.mark.slow
 @pytest.mark.covering(1)
 @pytest.mark.parametrize("waits", [True, False], ids=["waits", "runs ahead"])
 @pytest.mark.parametrize("check", ["auto", "sample", "full"])
-@pytest.mark.parametrize("changed", [skipped, edited, other_decay])
+@pytest.mark.parametrize("changed", CHANGED)
 def test_what_is_computed_otherwise_is_stored_and_nothing_is_lost(
-    tmp_path, caplog, monkeypatch, changed, check, waits
+    tmp_path, caplog, changed, check, waits
 ):
     """Also where the state is gone when this is found."""
-    if not waits:
-        monkeypatch.setattr(transfer, "are_ready", lambda _: False)
-    run = dict_program(mesh_of((4, 2)), {"ema": average}).run()
-    handler = adacheck.AdaCheckHandler(run.recorder, max_deltas=9, shadow=support.SHADOWS[check])
-    saved = {}
-    with manager_of(tmp_path, handler) as manager:
+    options = {"max_deltas": 9, "shadow": support.SHADOWS[check]}
+    with computing(not waits), changing_loop(tmp_path, changed, **options) as loop:
         for _ in range(9):
-            expected = stepped(run, changed)
-            saved[run.count] = expected
-            manager.save(run.count, args=adacheck.SaveArgs(run.state))
-    assert kinds(tmp_path) == "B" + "R" * 8
-    assert "They are stored as they are, and the other leaves are replayed" in caplog.text
-    is_changed = {skipped: lambda n: n % 3, edited: lambda n: n == 4, other_decay: lambda n: n >= 4}
-    leaves = base_of(tmp_path, 1).leaves
+            loop.train()
+            loop.put()
+    assert TOLD in caplog.text
     for step in range(2, 10):
-        delta = delta_of(tmp_path, step)
-        assert delta.checked == ("full" if check == "auto" else check)
-        assert all(path.startswith(("ema/", "opt_state/")) for path in stored_paths(tmp_path, step))
+        assert delta_of(tmp_path, step).checked == ("full" if check == "auto" else check)
+        assert all(path.startswith("ema/") for path in loop.stored(step))
         if check == "full" and not waits and step == 5:
             continue  # the copy on the devices has what replay made of the step before
-        assert {leaves[i].path[:4] for i in delta.unreplayed} == (
-            {"ema/"} if is_changed[changed](step) else set()
-        )
-    assert_all_restorable(tmp_path, saved, run.state)
+        expected = {"ema/"} if CHANGED[changed](step) else set()
+        assert {path[:4] for path in loop.unreplayed(step)} == expected
+    assert loop.check() == "BRRRRRRRR"
 
 
 @pytest.mark.slow
-def test_an_edit_of_a_recorded_step_is_stored_too(tmp_path, caplog, monkeypatch):
-    monkeypatch.setattr(transfer, "are_ready", lambda _: False)
-    run = dict_program(mesh_of((4, 2)), {"ema": average}).run()
-    handler, saved = adacheck.AdaCheckHandler(run.recorder), {}
-    with manager_of(tmp_path, handler) as manager:
-        saved |= save_steps(manager, run, 2)
-        for _ in range(3):
-            expected = stepped(run, edited)
-            saved[run.count] = expected
-            assert handler.record_step(run.state, run.count)
-        saved |= save_steps(manager, run, 1)
-    assert [each.checked for each in delta_of(tmp_path, 6).deltas] == ["full"] * 4
-    assert [bool(each.unreplayed) for each in delta_of(tmp_path, 6).deltas] == [0, 1, 0, 0]
-    assert "They are stored as they are, and the other leaves are replayed" in caplog.text
-    assert_all_restorable(tmp_path, saved, run.state)
+def test_an_edit_of_a_recorded_step_is_stored_too(tmp_path, caplog):
+    with computing(), changing_loop(tmp_path, edited) as loop:
+        loop.save(2)
+        assert loop.keep(3) == "rrr"
+        loop.save()
+    assert {each.checked for each in loop.deltas.values()} == {"full"}
+    assert [n for n, each in loop.deltas.items() if each.unreplayed] == [4]
+    assert TOLD in caplog.text
+    assert loop.check() == "BRR"
 
 
 @pytest.mark.slow
 @pytest.mark.first(1)
 @pytest.mark.parametrize("waits", [False, True], ids=["runs ahead", "waits"])
-def test_micro_steps_behind_recorded_ones_are_stored_too(tmp_path, monkeypatch, waits):
-    if not waits:
-        monkeypatch.setattr(transfer, "are_ready", lambda _: False)
-    wrapped = lambda tx: optax.MultiSteps(tx, 3)  # noqa: E731
-    run = dict_program(mesh_of((4, 2)), {"ema": average}, wrapped=wrapped).run()
-    handler = adacheck.AdaCheckHandler(run.recorder, max_deltas=19, params_path="params")
-    with manager_of(tmp_path, handler) as manager:
-        saved = save_steps(manager, run, 1)
+def test_micro_steps_behind_recorded_ones_are_stored_too(tmp_path, waits):
+    accumulating = lambda tx: optax.MultiSteps(tx, 3)  # noqa: E731
+    run = dict_program(mesh_of((4, 2)), {"ema": average}, wrapped=accumulating).run()
+    with computing(not waits), Loop(tmp_path, run, max_deltas=19, params_path="params") as loop:
+        loop.save()
         for _ in range(3):
-            for _ in range(2):
-                run.advance()
-                saved[run.count] = host_copy(run.state)
-                assert handler.record_step(run.state, run.count)
-            saved |= save_steps(manager, run, 2)
-    assert sorted(manager.all_steps()) == [1, 4, 5, 8, 9, 12, 13]
+            assert loop.keep(2) == "rr"
+            loop.save(2)
     assert "N" in kinds(tmp_path)
-    assert_all_restorable(tmp_path, saved, run.state)
+    loop.check()
 
 
 def test_a_tree_that_is_not_in_the_state_is_told(tmp_path, caplog):
     run = dict_program(mesh_of((1, 1)), {"ema": average}).run()
-    with (
-        caplog.at_level(logging.WARNING),
-        manager_of(tmp_path, adacheck.AdaCheckHandler(run.recorder)) as manager,
-    ):
-        rest = {name: tree for name, tree in run.advance().items() if name != "ema"}
-        manager.save(1, args=adacheck.SaveArgs(rest))
+    with caplog.at_level(logging.WARNING), Loop(tmp_path, run) as loop:
+        rest = {name: tree for name, tree in loop.train().items() if name != "ema"}
+        loop.manager.save(1, args=adacheck.SaveArgs(rest))
     assert "has a derived tree 'ema', but the saved state has no such leaf path" in caplog.text
 
 
 @pytest.mark.slow
 def test_an_update_that_adds_up_elements_stores_the_tree(tmp_path):
-    run = dict_program(mesh_of((1, 1)), {"ema": average}, tx=optax.adafactor(1e-2)).run()
-    with manager_of(tmp_path, adacheck.AdaCheckHandler(run.recorder, max_deltas=9)) as manager:
-        saved = save_steps(manager, run, 3)
-    assert_restores(tmp_path, saved, run.state)
+    program = dict_program(mesh_of((1, 1)), {"ema": average}, tx=optax.adafactor(1e-2))
+    with Loop(tmp_path, program.run(), max_deltas=9) as loop:
+        loop.save(3)
+    loop.check()
 
 
 @pytest.mark.slow
@@ -413,7 +288,7 @@ def test_a_large_average_that_was_left_out_is_stored_once_the_state_is_donated(t
     """It is found behind the save, which copied it, though it views other leaves of that size."""
     recorder = adacheck.Recorder(optax.sgd(0.1, momentum=0.9), derived={"ema": average})
     params = {"w": jnp.ones((512, 256))}
-    state = {"params": params, "opt_state": recorder.init(params), "ema": cast(params, jnp.float32)}
+    first = {"params": params, "opt_state": recorder.init(params), "ema": {"w": params["w"] + 0}}
 
     @functools.partial(jax.jit, donate_argnums=0, static_argnums=1)
     def trained(state: Any, is_left_out: bool) -> Any:
@@ -424,19 +299,17 @@ def test_a_large_average_that_was_left_out_is_stored_once_the_state_is_donated(t
             ema = recorder.derive("ema", opt_state, params, ema)
         return {"params": params, "opt_state": opt_state, "ema": ema}
 
-    saved = {}
-    with manager_of(tmp_path, adacheck.AdaCheckHandler(recorder)) as manager:
-        for number in range(5):
-            state = jax.block_until_ready(trained(state, number == 3))
+    run = support.Run(recorder, first, lambda state, _: trained(state, run.count == 3))
+    with Loop(tmp_path, run) as loop:
+        for _ in range(5):
+            jax.block_until_ready(loop.train())
             support.wait_for_compilers()
-            saved[number] = host_copy(state)
-            manager.save(number, args=adacheck.SaveArgs(state))
+            loop.put()
             for _ in range(3):  # over the memory of what was saved
-                state = trained(state, False)
-            jax.block_until_ready(state)
-            leaves = map(jnp.asarray, saved[number])
-            state = jax.tree.unflatten(jax.tree.structure(state), leaves)
-            manager.wait_until_finished()
-    assert kinds(tmp_path) == "BRRRR"
-    assert stored_paths(tmp_path, 3) >= {"ema/w"}
-    assert_restores(tmp_path, saved, state)
+                run.state = trained(run.state, False)
+            jax.block_until_ready(run.state)
+            leaves = map(jnp.asarray, loop.states[loop.number])
+            run.state = jax.tree.unflatten(jax.tree.structure(run.state), leaves)
+            loop.manager.wait_until_finished()
+    assert loop.stored(4) >= {"ema/w"}
+    assert loop.check() == "BRRRR"

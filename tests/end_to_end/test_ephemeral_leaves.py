@@ -54,43 +54,28 @@ def top_k_with_feedback(share):
 def run_of(mesh, **options):
     recorder = adacheck.Recorder(optax.adamw(1e-2))
     chain = optax.chain(top_k_with_feedback(0.05), recorder)
-
-    def begin():
-        params = support.initial_params()
-        return support.place({"params": params, "opt_state": chain.init(params)}, mesh)
-
-    def train_step(state, data):
-        x, y = data
-        grads = jax.grad(lambda p: jnp.mean((support.forward(p, x) - y) ** 2))(state["params"])
-        updates, opt_state = chain.update(grads, state["opt_state"], state["params"])
-        return {"params": optax.apply_updates(state["params"], updates), "opt_state": opt_state}
-
-    run = support.Program.of(recorder, begin, train_step).run()
+    run = support.program_of(mesh, recorder, chain).run()
     return run, adacheck.AdaCheckHandler(
         recorder, params_path="params", ephemeral=["*/residual"], **options
     )
 
 
-def is_residual(state):
-    named = jax.tree_util.tree_flatten_with_path(state)[0]
-    return ["residual" in jax.tree_util.keystr(path) for path, _ in named]
-
-
-def expected_of(state, saved, step, since):
-    """The bits of a step but for the residual, which is as an earlier step had it."""
-    triples = zip(is_residual(state), saved[since], saved[step], strict=True)
-    return [old if is_stale else new for is_stale, old, new in triples]
-
-
-def restored(root, run, holder, mesh=None, **options):
+def assert_stale(root, run, saved, step, since, holder=None, mesh=None):
+    """A step restores, but for its residual, which is as an earlier step had it."""
     handler = adacheck.AdaCheckHandler()
     with manager_of(root, handler) as manager:
         target = abstract(run.state, mesh or mesh_of((2, 2)))
-        args = adacheck.RestoreArgs(target, **options)
-        return manager.restore(holder, args=args), handler.restored
+        args = adacheck.RestoreArgs(target, step=None if holder is None else step)
+        state, info = manager.restore(holder or step, args=args), handler.restored
+    paths = [jax.tree_util.keystr(path) for path, _ in jax.tree_util.tree_leaves_with_path(state)]
+    rows = zip(paths, saved[since], saved[step], strict=True)
+    assert_same_bits(state, [old if "residual" in path else new for path, old, new in rows])
+    assert info.stale == ({} if step == since else dict.fromkeys(PATHS, since))
+    assert info.exact == (step == since)
+    return state
 
 
-@pytest.mark.covering(1, quick=0)
+@pytest.mark.slow
 @pytest.mark.parametrize("delta", ["auto", "bits"])
 def test_a_step_between_bases_has_the_residual_of_the_last_one(tmp_path, delta, caplog):
     run, handler = run_of(mesh_of((2, 2)), max_deltas=3, delta=delta)
@@ -101,22 +86,18 @@ def test_a_step_between_bases_has_the_residual_of_the_last_one(tmp_path, delta, 
     for step, since in ((1, 1), (2, 1), (4, 1), (5, 5), (6, 5)):
         caplog.clear()
         for mesh in (mesh_of((2, 2)), mesh_of((8,))):
-            state, info = restored(tmp_path, run, step, mesh)
-            assert_same_bits(state, expected_of(run.state, saved, step, since))
-            assert info.stale == ({} if step == since else dict.fromkeys(PATHS, since))
-            assert info.exact == (step == since)
+            assert_stale(tmp_path, run, saved, step, since, mesh=mesh)
         told = [r for r in caplog.records if "ephemeral" in r.message]
         assert bool(told) == (step != since)
-    state, _ = restored(tmp_path, run, 5, require_exact=True)
+    target = abstract(run.state)
+    support.restored(tmp_path, 5, target, require_exact=True)
     with pytest.raises(IntegrityError, match=r"ephemeral.*require_exact=True"):
-        restored(tmp_path, run, 4, require_exact=True)
+        support.restored(tmp_path, 4, target, require_exact=True)
     for options in ([], ["--read-data"], ["--replay"]):
         found = CliRunner().invoke(app, ["verify", str(tmp_path), "--json", *options])
         assert found.exit_code == 0, found.output
         steps = json.loads(found.output)["steps"]
-        assert [set(each["stale"]) for each in steps] == [
-            *(set() if is_base else PATHS for is_base in kinds)
-        ]
+        assert [{*each["stale"]} for each in steps] == [set() if x else PATHS for x in kinds]
     stored = roots.steps_of(tmp_path)[1].manifest  # of codes, or of what Adam changes
     count = sum(np.size(x) for x in jax.tree.leaves(run.state["params"]))
     stored_bytes = sum(pack.raw_bytes + pack.compressed_bytes for pack in stored.packs)
@@ -132,39 +113,17 @@ def test_training_goes_on_from_a_stale_step_and_says_whose_residual_it_is(tmp_pa
     run, handler = run_of(mesh_of((2, 2)), max_deltas=6)
     with manager_of(tmp_path, handler) as manager:
         saved = save_steps(manager, run, 3)
+    state = assert_stale(tmp_path, run, saved, 3, 1)
     run, handler = run_of(mesh_of((2, 2)), max_deltas=6)
     with manager_of(tmp_path, handler) as manager:
-        state = manager.restore(3, args=adacheck.RestoreArgs(abstract(run.state)))
-        assert_same_bits(state, expected_of(run.state, saved, 3, 1))
-        run.state, run.count = state, 3
-        again = save_steps(manager, run, 5)
-    found = [(s.step, dict(s.manifest.stale)) for s in roots.steps_of(tmp_path)]
-    assert [set(stale.values()) for _, stale in found] == [set(), *[{1}] * 6, set()]
-    for step in (4, 7):
-        state, info = restored(tmp_path, run, step)
-        assert_same_bits(state, expected_of(run.state, {1: saved[1]} | again, step, 1))
-        assert set(info.stale.values()) == {1}
-    assert_same_bits(restored(tmp_path, run, 8)[0], again[8])
-
-
-@pytest.mark.slow
-def test_deferred_steps_and_a_compacted_step_are_stale_too(tmp_path):
-    run, handler = run_of(mesh_of((2, 2)), max_deltas=10)
-    with manager_of(tmp_path, handler) as manager:
-        saved = save_steps(manager, run, 2)
-        for _ in range(2):
-            run.advance()
-            saved[run.count] = support.host_copy(run.state)
-            assert handler.record_step(run.state, run.count)
-        saved |= save_steps(manager, run, 2)
-    state, info = restored(tmp_path, run, 5, step=4)
-    assert_same_bits(state, expected_of(run.state, saved, 4, 1))
-    assert set(info.stale.values()) == {1}
-    support.compact(tmp_path, 5)
-    for step in (5, 6):
-        state, info = restored(tmp_path, run, step)
-        assert_same_bits(state, expected_of(run.state, saved, step, 1))
-        assert set(info.stale.values()) == {1}
+        args = adacheck.RestoreArgs(abstract(run.state))
+        run.state, run.count = manager.restore(3, args=args), 3
+        assert_same_bits(run.state, support.host_copy(state))
+        saved |= save_steps(manager, run, 5)
+    found = [{*dict(step.manifest.stale).values()} for step in roots.steps_of(tmp_path)]
+    assert found == [set(), *[{1}] * 6, set()]
+    for step, since in ((4, 1), (7, 1), (8, 8)):
+        assert_stale(tmp_path, run, saved, step, since)
 
 
 @pytest.mark.slow
@@ -180,27 +139,22 @@ def test_bases_that_are_made_in_the_background_have_the_residual(tmp_path, monke
     assert set(made) <= set(fresh)
     for step in found:
         since = max(each for each in fresh if each <= step)
-        state, info = restored(tmp_path, run, step, mesh_of((1,)))
-        assert_same_bits(state, expected_of(run.state, saved, step, since))
-        assert set(info.stale.values()) == ({since} - {step})
+        assert_stale(tmp_path, run, saved, step, since, mesh=mesh_of((1,)))
 
 
 @pytest.mark.slow
 def test_two_processes_leave_out_what_each_has_of_the_residual(tmp_path):
     root, out = tmp_path / "run", tmp_path / "out"
-    launch("feedback", 2, root, out, 2, "tests.end_to_end.feedback_worker")
+    launch("feedback", 2, root, out, devices=2)
     run, _ = run_of(mesh_of((2, 2)))
     saved = {}
     for step in range(1, 7):
-        with np.load(f"{out}-{step}.npz") as arrays:
+        with np.load(f"{out}-saved{step}.npz") as arrays:
             saved[step] = [arrays[name] for name in arrays.files]
     letters = {pack.encodings for s in roots.steps_of(root)[1:-1] for pack in s.manifest.packs}
     assert any("c" in each for each in letters)
-    for step, since in ((2, 1), (3, 1), (5, 1), (6, 6)):
-        held = {"step": 3} if step == 3 else {}
-        state, info = restored(root, run, 4 if held else step, mesh_of((8,)), **held)
-        assert_same_bits(state, expected_of(run.state, saved, step, since))
-        assert info.stale == ({} if step == since else dict.fromkeys(PATHS, since))
+    for step, since, holder in ((2, 1, None), (3, 1, 4), (5, 1, None), (6, 6, None)):
+        assert_stale(root, run, saved, step, since, holder, mesh_of((8,)))
 
 
 @pytest.mark.parametrize(

@@ -11,8 +11,10 @@ import pytest
 import adacheck_jax as adacheck
 from adacheck_jax.errors import MismatchError
 from adacheck_jax.tools import replica_report
+from tests import support
 from tests.campaigns import contexts
-from tests.support import abstract, assert_same_bits, host_copy, manager_of, mesh_of, place
+from tests.save.loop import Loop
+from tests.support import abstract, assert_same_bits, host_copy, manager_of, mesh_of
 
 SETTINGS = {
     "jax_disable_jit": True,
@@ -37,44 +39,35 @@ def everywhere(name, value):
         jax.config.update(name, before)
 
 
-class Training:
-    """Adam with NaN and infinities in its state, a key, host values, and wide elements."""
+def run_of(mesh):
+    """A run with NaN and infinities in its state, a key, host values, and wide elements."""
+    recorder = adacheck.Recorder(optax.adam(1e-2), dtype=jnp.bfloat16)
+    run = support.program_of(mesh, recorder).run()
+    train_step = run.train_step
 
-    def __init__(self, mesh):
-        self.recorder = adacheck.Recorder(optax.adam(1e-2), dtype=jnp.bfloat16)
-        params = {"w": jnp.ones((16, 32)), "b": jnp.zeros(32)}
-        self.mesh, self.count = mesh, 0
-        self.state = place({"params": params, "opt_state": self.recorder.init(params)}, mesh)
-        shardings = jax.tree.map(lambda x: x.sharding, self.state)
-
-        def train_step(state, grads):
-            updates, opt_state = self.recorder.update(grads, state["opt_state"], state["params"])
-            return {"params": optax.apply_updates(state["params"], updates), "opt_state": opt_state}
-
-        self.train_step = jax.jit(train_step, donate_argnums=0, out_shardings=shardings)
-
-    def advance(self):
-        rng = np.random.default_rng(self.count)
-        grads = {"w": rng.standard_normal((16, 32), np.float32), "b": np.full(32, np.nan)}
-        grads = jax.tree.map(lambda g: jnp.asarray(g, jnp.float32), grads)
-        self.state = self.train_step(self.state, grads)
-        self.count += 1
+    def advanced(state, data):
+        trained = {name: leaf for name, leaf in state.items() if name != "rest"}
         rest = {
-            "key": jax.random.key(self.count),
-            "on_host": np.array([np.nan, np.inf, self.count]),
+            "key": jax.random.key(run.count),
+            "on_host": np.array([np.nan, np.inf, run.count]),
             "number": 3,
             "nibbles": jnp.arange(4).astype(jnp.uint4),
             "wide": jnp.arange(3.0) * np.inf,  # NaN among infinities
         }
-        return {**self.state, "rest": rest}
+        poisoned = jax.tree.map(lambda x: x * np.nan, data)
+        return {**train_step(trained, poisoned), "rest": rest}
 
-    def wanted(self, state, mesh):
-        on_mesh = {name: abstract(state[name], mesh) for name in ("params", "opt_state")}
-        rest = jax.tree.map(
-            lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype) if isinstance(x, jax.Array) else x,
-            state["rest"],
-        )
-        return {**on_mesh, "rest": rest}
+    run.train_step = advanced
+    return run
+
+
+def wanted(state, mesh):
+    trained = {name: leaf for name, leaf in state.items() if name != "rest"}
+    rest = jax.tree.map(
+        lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype) if isinstance(x, jax.Array) else x,
+        state["rest"],
+    )
+    return {**abstract(trained, mesh), "rest": rest}
 
 
 @pytest.mark.first(0, slow=len(contexts.COVERING))
@@ -104,32 +97,21 @@ def test_elements_of_64_bits_are_refused_by_name_where_jax_makes_none(tmp_path):
 )
 def test_saves_and_restores_work_under(tmp_path, name, delta):
     wide = everywhere(name, True) if name == "jax_enable_x64" else contextlib.nullcontext()
-    with wide:
-        training, saved = Training(mesh_of((2,))), {}
-        handler = adacheck.AdaCheckHandler(
-            None if delta == "bits" else training.recorder, delta=delta
-        )
-        with manager_of(tmp_path, handler) as manager:
-            for step in (1, 2, 3):
-                state = training.advance()
-                saved[step] = host_copy(state)
-                with everywhere(name, SETTINGS[name]):
-                    manager.save(step, args=adacheck.SaveArgs(state))
-                    manager.wait_until_finished()
-            if delta == "auto":
-                state = training.advance()
-                saved[4] = host_copy(state)
-                with everywhere(name, SETTINGS[name]):
-                    assert handler.record_step(state)
-            wanted = training.wanted(state, mesh_of((1,)))
-            state = training.advance()
-            saved[5] = host_copy(state)
+    with wide, Loop(tmp_path, run_of(mesh_of((2,))), delta=delta) as loop:
+        for step in range(1, 6):
+            state = loop.train()
+            loop.note()
             with everywhere(name, SETTINGS[name]):
-                manager.save(5, args=adacheck.SaveArgs(state))
-                manager.wait_until_finished()
-                for step, expected in saved.items():
-                    at = 5 if step == 4 else step
-                    args = adacheck.RestoreArgs(wanted, step=step if step == 4 else None)
-                    assert_same_bits(manager.restore(at, args=args), expected)
-                assert handler.restored.replayed_count == (0 if delta == "bits" else 4)
-                assert not replica_report(state).divergences
+                if step == 4 and delta == "auto":
+                    assert loop.handler.record_step(state, step)
+                    continue
+                loop.manager.save(step, args=adacheck.SaveArgs(state))
+                loop.manager.wait_until_finished()
+        target, held = wanted(state, mesh_of((1,))), {4: 5} if delta == "auto" else {}
+        with everywhere(name, SETTINGS[name]):
+            for step, expected in loop.states.items():
+                args = adacheck.RestoreArgs(target, step=step if step in held else None)
+                found = loop.manager.restore(held.get(step, step), args=args)
+                assert_same_bits(found, expected)
+            assert loop.handler.restored.replayed_count == (0 if delta == "bits" else 4)
+            assert not replica_report(state).divergences

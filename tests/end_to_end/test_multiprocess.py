@@ -33,7 +33,6 @@ def check(root, out, steps, devices=4, run=None):
             )
 
 
-@pytest.mark.slow
 @pytest.mark.campaign
 @pytest.mark.parametrize("saved_by", [2, 4, 8])
 def test_every_number_of_processes_restores_what_another_one_saved(tmp_path, saved_by):
@@ -101,25 +100,16 @@ def test_the_shadows_of_all_processes_make_bases_together(tmp_path, processes, d
 
 
 @pytest.mark.slow
-def test_where_one_process_cannot_write_its_part_the_loop_writes_the_next_base(tmp_path):
+@pytest.mark.parametrize(("mode", "bases"), [("bases-lost", [1, 8]), ("bases-refused", [1, 6, 11])])
+def test_where_one_process_writes_no_part_of_a_base_the_loop_writes_the_next(tmp_path, mode, bases):
+    """It cannot, or was told to make none."""
     root = tmp_path / "run"
-    launch("bases-lost", 2, root, tmp_path / "out", devices=2)
-    found = roots.steps_of(root)
-    kinds = [type(each.manifest) is manifest.BaseManifest for each in found]
-    assert [n for n, is_base in enumerate(kinds, 1) if is_base] == [1, 8]
-    assert "full" in found[7].manifest.reason
+    launch(mode, 2, root, tmp_path / "out", devices=2)
+    found = {each.step: each.manifest for each in roots.steps_of(root)}
+    assert [*found] == [*range(1, 13)]
+    assert [n for n, x in found.items() if isinstance(x, manifest.BaseManifest)] == bases
+    assert all("full" in found[step].reason for step in bases[1:])
     assert not [x for x in root.iterdir() if not x.name.isdigit()], "something was left"
-
-
-@pytest.mark.slow
-def test_where_one_process_was_told_to_make_no_bases_the_loop_writes_them(tmp_path):
-    root = tmp_path / "run"
-    launch("bases-refused", 2, root, tmp_path / "out", devices=2)
-    found = roots.steps_of(root)
-    assert [each.manifest.step for each in found] == [*range(1, 13)]
-    bases = [each.manifest for each in found if isinstance(each.manifest, manifest.BaseManifest)]
-    assert [each.step for each in bases] == [1, 6, 11]
-    assert not any("compacted" in each.reason for each in bases)
 
 
 @pytest.mark.slow
@@ -145,7 +135,7 @@ def test_several_processes_save_differences(tmp_path, mode, kinds, has_update):
     """Where they were told to, and where their check found that replay is wrong."""
     launch(mode, 2, tmp_path / "run", tmp_path / "out", devices=2)
     found = [step.manifest for step in roots.steps_of(tmp_path / "run")]
-    assert "".join(type(each).__name__[0] for each in found) == kinds
+    assert support.kinds_of(tmp_path / "run") == kinds
     assert [each.has_update for each in found[1:]] == has_update
     if mode == "bits":
         assert all({"x", "s"} & set(pack.encodings) for pack in found[-1].packs)
@@ -206,16 +196,15 @@ def test_an_edit_that_its_owner_does_not_see_is_refused_once_and_stored_from_the
 
 @pytest.mark.slow
 @pytest.mark.first(1)
-@pytest.mark.parametrize("mode", ["save", "edited"])
+@pytest.mark.parametrize("mode", ["derived", "derived-edited"])
 def test_several_processes_replay_an_average_and_a_target_network(tmp_path, mode):
-    worker = "tests.end_to_end.derived_worker"
-    launch(mode, 2, tmp_path / "run", tmp_path / "out", 2, worker)
+    launch(mode, 2, tmp_path / "run", tmp_path / "out", devices=2)
     found = [step.manifest for step in roots.steps_of(tmp_path / "run")]
-    assert "".join(type(each).__name__[0] for each in found) == "BDDD"
+    assert checked_of(tmp_path / "run")[0] == "base"
     paths = [leaf.path for leaf in found[0].leaves]
     for each in found[1:]:
         stored = [paths[i] for i in each.stored if paths[i].startswith(("ema/", "target/"))]
-        is_edited = mode == "edited" and each.step == 3
+        is_edited = mode == "derived-edited" and each.step == 3
         assert {path[:4] for path in stored} == ({"ema/"} if is_edited else set())
     functions = {"ema": derived.average, "target": derived.hard_copy}
     run = derived.dict_program(support.mesh_of((2, 2)), functions).run()
@@ -226,8 +215,7 @@ def test_several_processes_replay_an_average_and_a_target_network(tmp_path, mode
 def test_a_process_that_owns_no_scalar_checks_its_share(tmp_path):
     launch("no-scalars", 2, tmp_path / "run", tmp_path / "out", devices=2)
     found = [step.manifest for step in roots.steps_of(tmp_path / "run")]
-    assert "".join(type(each).__name__[0] for each in found) == "BDD"
-    assert [each.checked for each in found[1:]] == ["full", "full"]
+    assert checked_of(tmp_path / "run") == ["base", "full", "full"]
     assert not any(each.caution.reason for each in found)
 
 
@@ -237,6 +225,5 @@ def test_a_process_that_owns_no_scalar_checks_its_share(tmp_path):
 def test_leaves_on_devices_of_one_process_are_restored_there(tmp_path, processes, devices):
     worker = "tests.end_to_end.one_holder_worker"
     launch("save", 1, tmp_path / "run", tmp_path / "out", 2, worker)
-    kinds = [type(step.manifest).__name__[0] for step in roots.steps_of(tmp_path / "run")]
-    assert kinds == ["B", "D", "D"]
+    assert support.kinds_of(tmp_path / "run") == "BDD"
     launch("restore", processes, tmp_path / "run", tmp_path / "out", devices, worker)

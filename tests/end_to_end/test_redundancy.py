@@ -23,6 +23,7 @@ from adacheck_jax.store.steps import folders, manifest_file
 from adacheck_jax.tools import inspection
 from tests import support
 from tests.processes import launch
+from tests.save.loop import Loop
 
 MESH = support.mesh_of((4, 2))
 CUT = NamedSharding(MESH, P("data", "model"))
@@ -149,72 +150,52 @@ def test_whatever_becomes_equal_or_ceases_to_be_is_restored(tmp_path_factory, ch
         assert_restored(root, step, state, stock=kind == "base")
 
 
-def frozen_run():
-    """Two layers of which one does not train, beside adapters that do."""
-    frozen = {f"frozen{i}": jax.device_put(noise(i, (512, 256)), CUT) for i in range(4)}
+def frozen_loop(root, **options):
+    """A run with leaves that no update changes, beside params that train."""
+    frozen = {f"frozen{i}": jax.device_put(noise(i, (1024, 512)), CUT) for i in range(4)}
     recorder = adacheck.Recorder(optax.adamw(1e-2))
-    params = {"adapter": jax.device_put(noise(9, (64, 32)), CUT)}
-    state = {"frozen": frozen, "params": params, "opt": recorder.init(params)}
-    state["opt"] = jax.device_put(state["opt"], jax.tree.map(lambda x: WHOLE, state["opt"]))
-
-    @jax.jit
-    def advance(state, seed):
-        grads = jax.tree.map(lambda p: jnp.sin(p * 50 + seed), state["params"])
-        updates, opt = recorder.update(grads, state["opt"], state["params"])
-        params = optax.apply_updates(state["params"], updates)
-        return {"frozen": state["frozen"], "params": params, "opt": opt}
-
-    return recorder, state, advance
+    return Loop(root, support.program_of(MESH, recorder, more=frozen).run(), **options)
 
 
 @pytest.mark.slow
 def test_frozen_leaves_are_written_once_for_all_bases(tmp_path):
     """Also where the trainer is restarted."""
-    recorder, state, advance = frozen_run()
-    frozen_bytes, saved = 4 * 512 * 256 * 4, {}
-    target = adacheck.RestoreArgs(support.abstract(state))
-    for first in (0, 6):
-        handler = adacheck.AdaCheckHandler(recorder, max_deltas=2)
-        with support.manager_of(tmp_path, handler, max_to_keep=2) as manager:
-            if first:
-                state = manager.restore(first - 1, args=target)
-            for step in range(first, first + 6):
-                state = advance(state, step)
-                saved[step] = support.host_copy(state)
-                manager.save(step, args=adacheck.SaveArgs(state))
-                manager.wait_until_finished()
-                is_first = new_bytes(tmp_path, step) > frozen_bytes
-                assert is_first or new_bytes(tmp_path, step) < frozen_bytes / 20
-                assert is_first == (step == 0) or step == first
-                if step == 3:
-                    base = base_of(tmp_path, step)
-                    kept = names(base.kept, base.leaves)
-                    assert kept == {f"frozen/frozen{i}": 0 for i in range(4)}
-    support.assert_steps(tmp_path, {step: saved[step] for step in (10, 11)}, state)
+    frozen_bytes = 4 * 1024 * 512 * 4
+    with frozen_loop(tmp_path, max_deltas=2, manager={"max_to_keep": 2}) as loop:
+        for step in range(1, 13):
+            if step == 7:
+                loop.reopen()
+            loop.save()
+            is_first = new_bytes(tmp_path, step) > frozen_bytes
+            assert is_first or new_bytes(tmp_path, step) < frozen_bytes / 20
+            assert is_first == (step == 1) or step == 7
+            if step == 4:
+                base = base_of(tmp_path, step)
+                kept = names(base.kept, base.leaves)
+                assert kept == {f"frozen{i}": 1 for i in range(4)}
+        loop.forget(*range(1, 11))
+    loop.check()
 
 
 @pytest.mark.slow
 def test_a_frozen_leaf_that_thaws_is_written_again(tmp_path):
-    recorder, state, advance = frozen_run()
-    handler = adacheck.AdaCheckHandler(recorder, max_deltas=1)
-    saved = {}
-    with support.manager_of(tmp_path, handler) as manager:
-        for step in range(8):
-            state = advance(state, step)
-            if step in (3, 4):  # one bit, at a delta and at a base
-                bits = np.array(state["frozen"]["frozen1"])
-                bits.view(np.uint32)[5, step] ^= 1
-                state["frozen"]["frozen1"] = jax.device_put(bits, CUT)
-            saved[step] = support.host_copy(state)
-            manager.save(step, args=adacheck.SaveArgs(state))
-            manager.wait_until_finished()
-        leaves = base_of(tmp_path, 6).leaves
-        kinds = [type(base_of(tmp_path, step)).__name__[0] for step in range(8)]
-        assert "".join(kinds) == "BDBDBDBD"
-        assert names(base_of(tmp_path, 4).kept, leaves)["frozen/frozen0"] == 0
-        assert "frozen/frozen1" not in names(base_of(tmp_path, 4).kept, leaves)
-        assert set(names(base_of(tmp_path, 6).kept, leaves).values()) <= {0, 4}
-    support.assert_steps(tmp_path, saved, state)
+    def with_another_bit(leaf):
+        bits = np.array(leaf)
+        bits.view(np.uint32)[5, loop.number] ^= 1
+        return bits
+
+    with frozen_loop(tmp_path, max_deltas=1) as loop:
+        for step in range(1, 9):
+            loop.train()
+            if step in (4, 5):  # a delta and a base
+                loop.edit("frozen1", with_another_bit)
+            loop.put_and_wait()
+        bases = [base_of(tmp_path, step) for step in (5, 7)]
+    kept = [names(each.kept, each.leaves) for each in bases]
+    assert kept[0]["frozen0"] == 1
+    assert "frozen1" not in kept[0]
+    assert {*kept[1].values()} <= {1, 5}
+    assert loop.check() == "BRBRBRBR"
 
 
 def test_a_damaged_base_is_not_relied_on(tmp_path):
@@ -259,41 +240,18 @@ def test_experts_without_tokens_and_rows_without_gradient_cost_nothing(tmp_path,
     experts[0] = rng.standard_normal((128, 256))
     embedding[::64] = rng.standard_normal((64, 256))
     grads = {"experts": jnp.array(experts), "embedding": jnp.array(embedding)}
-    state = {"params": params, "opt": recorder.init(params)}
 
     @jax.jit
-    def advance(state):
+    def train_step(state, _):
         updates, opt = recorder.update(grads, state["opt"], state["params"])
         return {"params": optax.apply_updates(state["params"], updates), "opt": opt}
 
-    saved = []
-    handler = adacheck.AdaCheckHandler(recorder, compression=compression)
-    with support.manager_of(tmp_path, handler) as manager:
-        for step in range(3):
-            state = advance(state)
-            saved.append(support.host_copy(state))
-            manager.save(step, args=adacheck.SaveArgs(state))
-        manager.wait_until_finished()
+    run = support.Run(recorder, {"params": params, "opt": recorder.init(params)}, train_step)
+    with Loop(tmp_path, run, compression=compression) as loop:
+        loop.save(3)
     filled_bytes = (128 * 256 + 64 * 256) * 4
-    assert new_bytes(tmp_path, 2) < (1.1 if compression == "none" else 1.0) * filled_bytes
-    support.assert_steps(tmp_path, dict(enumerate(saved)), state)
-
-
-@pytest.mark.slow
-def test_real_gradients_compress(tmp_path):
-    """bfloat16 noise of several scales, as gradients are; and nothing is lost."""
-    sizes = {}
-    for compression in ("small", "none"):
-        run = support.dict_run(MESH, dtype=jnp.bfloat16)
-        handler = adacheck.AdaCheckHandler(run.recorder, compression=compression)
-        with support.manager_of(tmp_path / compression, handler) as manager:
-            saved = support.save_steps(manager, run, 3)
-        support.assert_steps(tmp_path / compression, saved, run.state)
-        sizes[compression] = sum(
-            pack.stat().st_size
-            for pack in support.pack_files(tmp_path / compression / "3" / "default")
-        )
-    assert sizes["small"] < 0.85 * sizes["none"]
+    assert new_bytes(tmp_path, 3) < (1.1 if compression == "none" else 1.0) * filled_bytes
+    loop.check()
 
 
 def test_inspect_says_where_a_leaf_is_taken_from(tmp_path):
@@ -318,34 +276,31 @@ def test_a_file_with_very_many_links_is_written_again(tmp_path, monkeypatch):
     assert [base_of(tmp_path, step).kept for step in (1, 2)] == [((0, 0),), ()]
 
 
+def told_by(tmp_path, mode, devices=1):
+    """What each of four processes of a run says in the end."""
+    launch(mode, 4, tmp_path / "run", tmp_path / "out", devices, "tests.end_to_end.equal_worker")
+    return [json.loads((tmp_path / f"out-{process}.json").read_text()) for process in range(4)]
+
+
 @pytest.mark.slow
 def test_processes_write_once_what_each_has_for_itself_and_are_told_where_they_differ(tmp_path):
-    launch("save", 4, tmp_path / "run", tmp_path / "out", 2, "tests.end_to_end.local_worker")
+    for told in told_by(tmp_path, "local", 2):
+        assert told["steps"] == [1, 2, 4]
+        assert "leaf host: it lies on every process by itself" in told["message"]
+        assert "processes 1 hold other bits than process 0" in told["message"]
     base = base_of(tmp_path / "run", 1)
     once = sum(leaf.nbytes for leaf in base.leaves)
     assert once < new_bytes(tmp_path / "run", 1) < 1.05 * once
     owners = {leaf.path: set(leaf.owners) for leaf in base.leaves}
     assert owners["one device"] == {0, 1, 2, 3}  # large enough to be shared out
     assert len(owners["host"]) == 1
-    for process in range(4):
-        told = json.loads((tmp_path / f"out-{process}.json").read_text())
-        assert told["steps"] == [1, 2, 4]
-        assert "leaf host: it lies on every process by itself" in told["message"]
-        assert "processes 1 hold other bits than process 0" in told["message"]
     kept = names(base_of(tmp_path / "run", 2).kept, base.leaves)
     assert kept["one device"] == 1
 
 
-def told_by(tmp_path, mode, processes):
-    """What each process of a run of leaves that are equal says in the end."""
-    worker = "tests.end_to_end.equal_worker"
-    launch(mode, processes, tmp_path / "run", tmp_path / "out", 1, worker)
-    return [json.loads((tmp_path / f"out-{p}.json").read_text()) for p in range(processes)]
-
-
 @pytest.mark.slow
 def test_equal_leaves_of_different_processes_are_written_once_and_stock_orbax_reads_them(tmp_path):
-    told = told_by(tmp_path, "equal", 4)
+    told = told_by(tmp_path, "equal")
     assert told == [{"own": [True] * 3, "stock": [True] * 3}] * 4
     base = base_of(tmp_path / "run", 0)
     owners = {leaf.path: set(leaf.owners) for leaf in base.leaves}
@@ -364,7 +319,7 @@ def test_equal_leaves_of_different_processes_are_written_once_and_stock_orbax_re
 
 @pytest.mark.slow
 def test_a_process_that_fails_once_others_rely_on_it_fails_the_step_for_all(tmp_path):
-    for each in told_by(tmp_path, "failing", 4):
+    for each in told_by(tmp_path, "failing"):
         assert "no such luck" in each["told"]
         assert each["steps"] == [1]
         assert each["own"]

@@ -24,16 +24,8 @@ from adacheck_jax.tools.handover import copying
 from adacheck_jax.tools.report.gather import tally_of
 from adacheck_jax.tools.steps import RecordedSteps
 from tests import support
-from tests.save.loop import assert_all_restorable, deltas_of, kinds
-from tests.support import (
-    Program,
-    Run,
-    abstract,
-    host_copy,
-    manager_of,
-    mesh_of,
-    place,
-)
+from tests.save.loop import Loop, assert_all_restorable, holders, kinds
+from tests.support import Program, Run, abstract, host_copy, mesh_of
 from tests.update.test_separate import REDUCING, separate_run
 
 
@@ -55,65 +47,45 @@ OPTIMIZERS = {"adamw": lambda: optax.adamw(1e-2), "adafactor": adafactor, "froze
 
 
 @functools.cache
-def program(mesh: jax.sharding.Mesh, name: str) -> Program:
+def program(shape: tuple[int, ...], name: str = "adamw") -> Program:
     """A train step with leaves beside the update: tied to a param, constant, and a key."""
-    recorder, chain = support.recorded(OPTIMIZERS[name]())
+    more = {"fixed": jnp.ones((64, 128)), "key": jax.random.key_data(jax.random.key(3))}
+    more["tied"] = support.initial_params()["in"]["kernel"]
 
-    def begin() -> Any:
-        params = support.initial_params()
-        state = {"params": params, "opt_state": chain.init(params), "step": jnp.int32(0)}
-        state |= {"tied": jnp.array(params["in"]["kernel"]), "fixed": jnp.ones((64, 128))}
-        return place(state | {"key": jax.random.key_data(jax.random.key(3))}, mesh)
+    def follow(before: Any, after: Any) -> Any:
+        tied = after["params"]["in"]["kernel"] + 0.0
+        return {"tied": tied, "key": before["key"] + jnp.uint32(1)}
 
-    def train_step(state: Any, data: Any) -> Any:
-        x, y = data
-        grads = jax.grad(lambda p: jnp.mean((support.forward(p, x) - y) ** 2))(state["params"])
-        updates, opt_state = chain.update(grads, state["opt_state"], state["params"])
-        params = optax.apply_updates(state["params"], updates)
-        rest = {"tied": params["in"]["kernel"] + 0.0, "fixed": state["fixed"]}
-        rest |= {"key": state["key"] + jnp.uint32(1), "step": state["step"] + 1}
-        return {"params": params, "opt_state": opt_state, **rest}
-
-    return Program.of(recorder, begin, train_step)
+    recorded = support.recorded(OPTIMIZERS[name]())
+    return support.program_of(mesh_of(shape), *recorded, more=more, follow=follow)
 
 
-def resumed(root: Any, run: Run, steps: int, *, record: int = 0, **options: Any) -> dict[int, Any]:
-    """Restores the newest step onto a run's devices, if there is one, and saves the next ones.
-
-    Of these the first are recorded and not saved.
-    """
-    handler = adacheck.AdaCheckHandler(run.recorder, **options)
-    saved = {}
-    with manager_of(root, handler) as manager:
-        if (newest := manager.latest_step()) is not None:
-            run.state = manager.restore(newest, args=adacheck.RestoreArgs(abstract(run.state)))
-            run.count = newest
-        for number in range(steps):
-            run.advance()
-            saved[run.count] = host_copy(run.state)
-            if number < record:
-                assert handler.record_step(run.state, run.count)
-            else:
-                manager.save(run.count, args=adacheck.SaveArgs(run.state))
-                manager.wait_until_finished()
-    return saved
+def resumed(loop: Loop, run: Run) -> None:
+    """Goes on in a new manager from the newest step, on the devices of another run."""
+    run.count, loop.run = loop.run.count, run
+    loop.reopen()
 
 
-def trained(root: Any, shapes: Any, name: str = "adamw", **options: Any) -> dict[int, Any]:
+def trained(root: Any, shapes: Any, name: str = "adamw", **options: Any) -> Loop:
     """Saves three steps on each mesh, one after another."""
-    saved = {}
-    for shape in shapes:
-        saved |= resumed(root, program(mesh_of(shape), name).run(), 3, **options)
-    return saved
+    first, *others = (program(shape, name) for shape in shapes)
+    with Loop(root, first.run(), **options) as loop:
+        loop.save(3)
+        for each in others:
+            resumed(loop, each.run())
+            loop.save(3)
+    return loop
 
 
-def assert_whole(root: Any, saved: Any, shapes: Any, name: str = "adamw") -> None:
+def assert_whole(loop: Loop, shapes: Any, root: Any = None) -> str:
     """Every step has its bits on every mesh, and on the tools' one device."""
+    loop.root = root or loop.root
     for shape in shapes:
-        assert_all_restorable(root, saved, program(mesh_of(shape), name).begin())
-    report = audit.verify_root(root, read_data=True, replay=True)
+        loop.verify(mesh_of(shape))
+    report = audit.verify_root(loop.root, read_data=True, replay=True)
     assert (report.damaged_count, report.not_looked_at) == (0, ())
     assert all("replay" in row.checked and not row.rounded for row in report.steps)
+    return "".join(kinds(loop.root))
 
 
 def recut(root: Any) -> list[int]:
@@ -137,62 +109,51 @@ CHOSEN = [("adafactor", WAYS[1]), ("frozen", WAYS[2])]
     ids=str,
 )
 def test_every_step_after_a_restart_is_a_delta_and_restores_on_every_mesh(tmp_path, shapes, name):
-    saved = trained(tmp_path, shapes, name)
-    assert "".join(kinds(tmp_path)) == "BRRRRRRRR"
-    assert {each.checked for each in deltas_of(tmp_path).values()} == {"full"}
+    loop = trained(tmp_path, shapes, name)
+    assert {each.checked for each in loop.deltas.values()} == {"full"}
     assert recut(tmp_path) == [4, 7]  # those behind are cut as these are
-    assert_whole(tmp_path, saved, {*shapes, (2, 2)}, name)
+    assert assert_whole(loop, {*shapes, (2, 2)}) == "BRRRRRRRR"
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    ("options", "then"),
-    [
-        ({"shadow": support.SHADOWS["sample"]}, "RRR"),
-        ({"shadow": support.SHADOWS["full"]}, "RRR"),
-        ({"delta": "bits"}, "DDD"),
-    ],
+    "options",
+    [{"shadow": support.SHADOWS["sample"]}, {"shadow": support.SHADOWS["full"]}, {"delta": "bits"}],
     ids=["sample", "full", "bits"],
 )
-def test_without_a_shadow_in_host_memory_too(tmp_path, options, then):
-    saved = trained(tmp_path, [(8,), (2, 2), (1,)], **options)
-    assert "".join(kinds(tmp_path)) == "B" + then[1:] + 2 * then
-    assert_whole(tmp_path, saved, [(8,), (2, 2)])
+def test_without_a_shadow_in_host_memory_too(tmp_path, options):
+    loop = trained(tmp_path, [(8,), (2, 2), (1,)], **options)
+    expected = "B" + ("D" if "delta" in options else "R") * 8
+    assert assert_whole(loop, [(8,), (2, 2)]) == expected
 
 
 @pytest.mark.slow
 def test_steps_are_recorded_behind_a_restart(tmp_path):
-    saved = resumed(tmp_path, program(mesh_of((2, 4)), "adamw").run(), 3)
-    saved |= resumed(tmp_path, program(mesh_of((4, 2)), "adamw").run(), 4, record=2)
-    assert [each.step for each in roots.steps_of(tmp_path)] == [1, 2, 3, 6, 7]
+    with trained(tmp_path, [(2, 4)]) as loop:
+        resumed(loop, program((4, 2)).run())
+        assert loop.keep(2) == "rr"
+        loop.save(2)
+    assert holders(tmp_path) == {1: 1, 2: 2, 3: 3, 4: 6, 5: 6, 6: 6, 7: 7}
     assert recut(tmp_path) == [6]
-    assert_whole(tmp_path, saved, [(2, 4), (4, 2)])
+    assert_whole(loop, [(2, 4), (4, 2)])
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("has_shadow", [True, False])
 def test_a_run_goes_back_and_forth_in_one_process(tmp_path, has_shadow):
     """What was planned for the boxes of one mesh is not taken for those of another."""
-    first, other = (program(mesh_of(shape), "adamw") for shape in ((4, 2), (2, 2)))
-    run, saved = first.run(), {}
     options = {} if has_shadow else {"shadow": None}
-    handler = adacheck.AdaCheckHandler(run.recorder, **options)
-    with manager_of(tmp_path, handler) as manager:
-        saved |= support.save_steps(manager, run, 3)
-        for moved in (Run(run.recorder, other.begin(), other.train_step), first.run()):
-            newest = manager.latest_step()
-            moved.state = manager.restore(newest, args=adacheck.RestoreArgs(abstract(moved.state)))
-            moved.count = newest
-            saved |= support.save_steps(manager, moved, 3)
-    found = "".join(kinds(tmp_path))
+    with Loop(tmp_path, program((4, 2)).run(), **options) as loop:
+        loop.save(3)
+        for shape in ((2, 2), (4, 2)):
+            moved = program(shape).run()
+            args = adacheck.RestoreArgs(abstract(moved.state))
+            moved.state, moved.count = loop.manager.restore(loop.number, args=args), loop.number
+            loop.run = moved
+            loop.save(3)
+    found = assert_whole(loop, [(4, 2), (2, 2)])
     # Not in the course of training: the shadow stays where it is, and the save is a base.
     assert found == "BRRRRRRRR" if not has_shadow else "B" in found[1:]
-    assert_whole(tmp_path, saved, [(4, 2), (2, 2)])
-
-
-def inspected(root: Any, step: int) -> int:
-    """The bytes of a state."""
-    return sum(each.leaf_bytes for each in inspection.describe_step(root, step).leaves)
 
 
 def _leaf(root: Any, step: int, path: str) -> Leaf:
@@ -203,24 +164,25 @@ def _leaf(root: Any, step: int, path: str) -> Leaf:
 
 @pytest.mark.slow
 def test_steps_of_several_meshes_are_compacted_compared_and_copied(tmp_path):
-    root = tmp_path / "run"
-    saved = trained(root, [(2, 4), (4, 2)])
+    root, meshes = tmp_path / "run", [(2, 4), (4, 2)]
+    loop = trained(root, meshes)
     assert {len(_leaf(root, n, "fixed").owners) for n in range(1, 7)} == {8}
     assert _leaf(root, 3, "fixed").cuts != _leaf(root, 4, "fixed").cuts
     found = tally_of(step.lineage for step in RecordedSteps(root).steps.values())
-    assert sum(found.values()) == 6 * inspected(root, 6)
+    described = inspection.describe_step(root, 6)
+    assert sum(found.values()) == 6 * sum(each.leaf_bytes for each in described.leaves)
     copying.copy(root, tmp_path / "copy")
+    assert_whole(loop, meshes, tmp_path / "copy")
+    loop.root = root
     for number in (5, 2):
         support.compact(root, number)
-        base = lookup.resolve(root / str(number) / "default").base
-        assert isinstance(base, BaseManifest)
-        assert base.step == number
-        assert_whole(root, saved, [(2, 4), (4, 2)])
-    saved |= resumed(root, program(mesh_of((4, 2)), "adamw").run(), 2)
+        assert isinstance(lookup.resolve(root / str(number) / "default").manifest, BaseManifest)
+        assert_whole(loop, meshes)
+    with loop:
+        loop.reopen()
+        loop.save(2)
     assert recut(root) == [4]  # and the base in the place of step 5 is cut as that was
-    assert "".join(kinds(root)) == "BBRRBRRR"
-    assert_whole(root, saved, [(2, 4), (4, 2)])
-    assert_whole(tmp_path / "copy", {n: saved[n] for n in range(1, 7)}, [(2, 4), (4, 2)])
+    assert assert_whole(loop, meshes) == "BBRRBRRR"
 
 
 @pytest.mark.slow
@@ -228,12 +190,15 @@ def test_a_lineage_of_two_meshes_ends_with_a_base_of_the_loop(tmp_path, monkeypa
     """A base in the background is cut and described as the one before it."""
     monkeypatch.setattr(line, "BEGINNING", Schedule(3, 1))
     policy = adacheck.AdaptivePolicy(most_deltas=4)
-    saved = resumed(tmp_path, program(mesh_of((2, 4)), "adamw").run(), 2, max_deltas=policy)
-    saved |= resumed(tmp_path, program(mesh_of((4, 2)), "adamw").run(), 6, max_deltas=policy)
+    with Loop(tmp_path, program((2, 4)).run(), max_deltas=policy) as loop:
+        loop.save(2)
+        resumed(loop, program((4, 2)).run())
+        for _ in range(6):
+            loop.save()
     bases = [x.manifest for x in roots.steps_of(tmp_path) if isinstance(x.manifest, BaseManifest)]
     assert [each.step for each in bases] == [1, 5]  # and none in the place of step 4
     assert "full" in bases[1].reason
-    assert_whole(tmp_path, saved, [(2, 4), (4, 2)])
+    assert_whole(loop, [(2, 4), (4, 2)])
 
 
 @pytest.mark.slow
@@ -247,18 +212,22 @@ def test_a_lineage_of_two_meshes_ends_with_a_base_of_the_loop(tmp_path, monkeypa
     ids=["adamw", "muon"],
 )
 def test_an_update_of_its_own_program_goes_on_where_it_is_exact(tmp_path, tx, shapes, expected):
-    saved = {}
+    loop, is_exact = None, expected == "BRRR"
     for shape in shapes:
         run = separate_run(mesh_of(shape), tx)
         run.advance()  # its state lies where its update leaves it
-        saved |= resumed(tmp_path, run, 2)
-    assert "".join(kinds(tmp_path)) == expected
-    is_exact = expected == "BRRR"
+        if loop is None:
+            loop = Loop(tmp_path, run)
+        else:
+            resumed(loop, run)
+        loop.save(2)
+    assert loop.check() == expected
     assert bool(recut(tmp_path)) == is_exact
     if is_exact:
-        assert {each.checked for each in deltas_of(tmp_path).values()} == {"identity"}
+        assert {each.checked for each in loop.deltas.values()} == {"identity"}
     for shape in {*shapes, *([(1, 1)] if is_exact else [])}:
-        assert_all_restorable(tmp_path, saved, separate_run(mesh_of(shape), tx).advance())
+        state = separate_run(mesh_of(shape), tx).advance()
+        assert_all_restorable(tmp_path, loop.states, state)
 
 
 DTYPES = ("bool", "int4", "uint8", "bfloat16", "float8_e5m2", "int64", "float64", "complex128")

@@ -22,25 +22,6 @@ def no_hard_links():
         yield
 
 
-@pytest.mark.first(2)
-@pytest.mark.parametrize(
-    ("options", "kept"),
-    [
-        ({"max_to_keep": 2, "keep_period": 3}, [3, 6, 7, 8]),
-        ({"max_to_keep": 1, "todelete_subdir": "trash"}, [8]),
-        ({"preservation_policy": EveryNSteps(4)}, [4, 8]),
-        ({"preservation_policy": LatestN(2)}, [7, 8]),
-    ],
-)
-def test_with_hard_links_any_retention_policy_keeps_every_listed_step(tmp_path, options, kept):
-    run = support.dict_run(mesh_of((4, 2)))
-    handler = adacheck.AdaCheckHandler(run.recorder, max_deltas=20)
-    with manager_of(tmp_path, handler, **options) as manager:
-        saved = save_steps(manager, run, 8)
-    assert kinds_of(tmp_path) == "D" * len(kept)
-    assert_steps(tmp_path, {step: saved[step] for step in kept}, run.state)
-
-
 def test_deleting_any_older_steps_by_hand_harms_no_other(tmp_path):
     """Also where a step is taken out of its root; without its parent the next save is a base."""
     run = support.dict_run(mesh_of((4, 2)))

@@ -70,8 +70,8 @@ def damage_base(base):
     flip(base.rglob("*"), in_place=True, bits=9)
 
 
-def restore(root, run, number, **options):
-    handler = adacheck.AdaCheckHandler(run.recorder)
+def restore(root, run, number, *, knows=True, **options):
+    handler = adacheck.AdaCheckHandler(run.recorder if knows else None)
     with support.manager_of(root, handler) as manager:
         args = adacheck.RestoreArgs(support.abstract(run.state), **options)
         state = manager.restore(number, args=args)
@@ -86,10 +86,6 @@ def told(caplog):
     return lambda: [x.message for x in caplog.records if x.name.startswith("adacheck_jax")]
 
 
-def without_update(root):
-    (item(root, 6) / folders.LINEAGE / "1" / manifest_file.update_file("cpu")).unlink()
-
-
 @dataclasses.dataclass(frozen=True)
 class Case:
     """A damage of a root, and what is restored then.
@@ -101,6 +97,7 @@ class Case:
         latest: the newest restorable step; None for an error.
         asked: steps that are restored if one of a directory's lineage is asked for, by its number.
         skipped: directories that are passed over, by the step.
+        knows: whether the handler has a recorder, which could stand in for a lost update.
     """
 
     root: str
@@ -109,6 +106,7 @@ class Case:
     latest: int | None
     asked: dict[int, int] = dataclasses.field(default_factory=dict)
     skipped: tuple[int, ...] = (6,)
+    knows: bool = True
 
 
 CASES = {
@@ -156,6 +154,13 @@ CASES = {
         {6: None},
         None,
     ),
+    "own update": Case(
+        "alone",
+        lambda r: (item(r, 6) / folders.LINEAGE / "1" / manifest_file.update_file("cpu")).unlink(),
+        {6: 1},
+        None,
+        knows=False,
+    ),
 }
 QUICK = ("manifest", "link", "own pack")
 
@@ -167,16 +172,20 @@ def test_a_bad_step_is_an_error_unless_an_older_one_is_asked_for(given, told, na
     case = CASES[name]
     root, run, states = given(case.root)
     case.damage(root)
+
+    def assert_found(expected, number, **options):
+        state, info = restore(root, run, number, knows=case.knows, **options)
+        assert info.step == expected
+        support.assert_same_bits(state, states[expected])
+
     (wanted, expected), *others = case.found.items()
     with pytest.raises(BAD, match=f"/{wanted}/"):
-        restore(root, run, wanted)
+        restore(root, run, wanted, knows=case.knows)
     if expected is None:
         with pytest.raises(BAD, match=f"/{wanted}/"):
             restore(root, run, wanted, skip_damaged=True)
     else:
-        state, info = restore(root, run, wanted, skip_damaged=True)
-        assert info.step == expected
-        support.assert_same_bits(state, states[expected])
+        assert_found(expected, wanted, skip_damaged=True)
         *skipped, last = told()
         skipped = [each for each in skipped if each.startswith("Skipping a step")]
         assert len(skipped) == len(case.skipped)
@@ -184,13 +193,9 @@ def test_a_bad_step_is_an_error_unless_an_older_one_is_asked_for(given, told, na
             assert f"/{step}/default" in message
         assert last == f"Restored step {expected} instead of step {wanted}."
     for step, other in others:  # an older step that is whole
-        state, info = restore(root, run, step, skip_damaged=True)
-        assert info.step == other
-        support.assert_same_bits(state, states[other])
+        assert_found(other, step, skip_damaged=True)
     for step, other in case.asked.items():
-        state, info = restore(root, run, wanted, step=step, skip_damaged=other != step)
-        assert info.step == other
-        support.assert_same_bits(state, states[other])
+        assert_found(other, wanted, step=step, skip_damaged=other != step)
     if case.latest is None:
         with pytest.raises(BAD, match="/6/"):
             adacheck.latest_restorable(root)
@@ -204,11 +209,9 @@ def test_a_good_step_is_what_is_restored(saved, told, tmp_path):
     assert info.step == 6
     support.assert_same_bits(state, states[6])
     assert adacheck.latest_restorable(root) == max(states)
-    wrong = {"other": support.abstract(run.state)["step"]}  # of the caller: no reason to fall back
-    args = adacheck.RestoreArgs(wrong, skip_damaged=True)
-    handler = adacheck.AdaCheckHandler(run.recorder)
-    with support.manager_of(root, handler) as manager, pytest.raises(MismatchError):
-        manager.restore(6, args=args)
+    other = dataclasses.replace(run, state={"other": run.state["step"]})
+    with pytest.raises(MismatchError):  # of the caller: no reason to fall back
+        restore(root, other, 6, skip_damaged=True)
     assert not told()
     for empty in (tmp_path / "absent", tmp_path):
         assert adacheck.latest_restorable(empty / "x") is None
@@ -219,28 +222,15 @@ def test_training_goes_on_from_an_older_step(saved):
     root, run, states = saved
     damage_base(item(root, 4) / folders.BASE)
     handler = adacheck.AdaCheckHandler(run.recorder)
+    target = support.abstract(run.state)
     with support.manager_of(root, handler) as manager:
-        args = adacheck.RestoreArgs(support.abstract(run.state), skip_damaged=True)
+        args = adacheck.RestoreArgs(target, skip_damaged=True)
         run.state = manager.restore(6, args=args)
         run.count = handler.restored.step
         for step in (4, 5, 6):
             manager.delete(step)
-        again = support.save_steps(manager, run, 3)
-        for step in (4, 5, 6):
-            assert [x.tobytes() for x in again[step]] == [x.tobytes() for x in states[step]]
-            target = adacheck.RestoreArgs(support.abstract(run.state))
-            support.assert_same_bits(manager.restore(step, args=target), states[step])
-
-
-@pytest.mark.slow
-def test_the_base_where_the_update_is_lost(given):
-    root, run, states = given("alone")
-    without_update(root)
-    args = adacheck.RestoreArgs(support.abstract(run.state), skip_damaged=True)
-    handler = adacheck.AdaCheckHandler()  # which has no recorder that could stand in
-    with support.manager_of(root, handler) as manager:
-        support.assert_same_bits(manager.restore(6, args=args), states[1])
-    assert handler.restored.step == 1
+        support.save_steps(manager, run, 3)
+    support.assert_steps(root, states, run.state)
 
 
 @pytest.mark.slow

@@ -135,21 +135,46 @@ def leaf_of(cuts, owners, dtype="float32", path="params/kernel"):
 
 
 @st.composite
-def steps(draw):
+def steps(draw, *dtypes):
+    """A step of a few kinds of leaves, the first of a given type, some of whose boxes are equal."""
     process_count = draw(st.integers(1, 3))
+    types = [*dtypes, *draw(st.lists(st.sampled_from(DTYPES), min_size=1, max_size=2))]
+    kinds = [(draw(cuts(max_length=9, max_pieces=3)), each) for each in types]
     leaves = []
-    for number in range(draw(st.integers(1, 3))):
-        each = draw(cuts(max_length=9, max_pieces=3))
+    for number in range(draw(st.integers(1, 4))):
+        each, dtype = draw(st.sampled_from(kinds)) if number else kinds[0]
         count = len(leaf_of(each, ()).boxes)
         owners = [draw(st.integers(0, process_count - 1)) for _ in range(count)]
-        leaves.append(leaf_of(each, owners, draw(st.sampled_from(DTYPES)), f"leaf{number}"))
+        leaves.append(leaf_of(each, owners, dtype, f"leaf{number}"))
     stored = sorted(draw(st.sets(st.sampled_from(range(len(leaves))), min_size=1)))
-    letters = st.lists(st.sampled_from(sorted(Encoding)), min_size=len(stored))
-    encodings = [
-        "".join(draw(letters)[: len(stored)]).ljust(len(stored), Encoding.XOR)
-        for _ in range(process_count)
-    ]
-    return step_of(leaves, stored, encodings, draw(st.integers(0, 2**32)), draw(st.booleans()))
+    few = st.sampled_from(draw(st.lists(st.sampled_from(Encoding), min_size=1, max_size=3)))
+    encodings = ["".join(draw(few) for _ in stored) for _ in range(process_count)]
+    step = step_of(leaves, stored, encodings, draw(st.integers(0, 2**32)), draw(st.booleans()))
+    if draw(st.booleans()):
+        step.aliases = draw(repeated(step))
+    return step
+
+
+@st.composite
+def repeated(draw, step):
+    """Gives boxes the bits of earlier ones of the same process, and tells which."""
+    own = [[] for _ in step.encodings]
+    aliases = [{} for _ in own]
+    for position, index in enumerate(step.stored):
+        leaf = step.leaves[index]
+        for box, process in zip(leaf.boxes, leaf.owners, strict=True):
+            if (letter := step.encodings[process][position]) == Encoding.SAME:
+                continue
+            kind, boxes = (leaf.dtype, letter, box.shape), own[process]
+            alike = [k for k, each in enumerate(boxes) if each[0] == kind]
+            source = draw(st.sampled_from([None, *alike]))
+            if source is not None and source not in aliases[process]:
+                _, other, other_box = boxes[source]
+                for each in (step.old, step.new):
+                    each[index][box.slices] = each[other][other_box.slices]
+                aliases[process][len(boxes)] = source
+            boxes.append((kind, index, box))
+    return [tuple(each.items()) for each in aliases]
 
 
 @contextlib.contextmanager
@@ -165,11 +190,14 @@ def chunks_of(chunk_bytes, block_bytes=8, **changes):
         yield
 
 
+@pytest.mark.parametrize("dtype", DTYPES)
 @chunks_of(32)
-@given(step=steps(), data=st.data())
+@given(data=st.data())
+@settings(max_examples=settings().max_examples // 2)
 def test_any_box_is_brought_to_the_new_bits_and_read_if_it_is_stored_by_itself(
-    step, data, tmp_path_factory
+    dtype, data, tmp_path_factory
 ):
+    step = data.draw(steps(dtype))
     reader = step.write(tmp_path_factory.mktemp("step"))
     assert reader.delta.stored == step.stored
     for index, leaf in enumerate(step.leaves):
@@ -233,85 +261,6 @@ def test_deltas_in_boxes_of_their_own_are_read_one_after_another(first, data, tm
         for reader, step in zip(readers, (first, second, third), strict=True):
             reader.patch(index, box, block)
             assert block.tobytes() == step.new[index][box.slices].tobytes()
-
-
-@pytest.mark.covering(1)
-@pytest.mark.parametrize("encoding", STORING)
-@pytest.mark.parametrize("dtype", DTYPES)
-@chunks_of(64)
-@given(seed=st.integers(0, 2**32), is_near=st.booleans(), data=st.data())
-@settings(max_examples=5)
-def test_parts_of_every_type_of_elements_are_read_in_every_encoding(
-    encoding, dtype, seed, is_near, data, tmp_path_factory
-):
-    leaf = leaf_of(((0, 5, 9), (0, 3, 7)), (0,) * 4, dtype)
-    step = step_of([leaf], [0], [str(encoding)], seed, is_near)
-    reader = step.write(tmp_path_factory.mktemp("step"))
-    boxes = [data.draw(boxes_in(leaf.shape)) for _ in range(3)]
-    for box in [*boxes, Box((4, 0), (5, 7)), Box((0, 2), (9, 4)), Box.full(leaf.shape)]:
-        block = step.old[0][box.slices].copy()
-        reader.patch(0, box, block)
-        assert block.tobytes() == step.new[0][box.slices].tobytes()
-        if encoding in BY_ITSELF:
-            assert reader.read(0, box).tobytes() == block.tobytes()
-
-
-@st.composite
-def repeating_steps(draw):
-    """A step in which some boxes have the bits of earlier ones of the same process."""
-    kinds = [(draw(st.sampled_from(DTYPES)), draw(st.sampled_from(STORING))) for _ in range(2)]
-    process_count = draw(st.integers(1, 2))
-    leaves, encodings, drawn_owners = [], [""] * process_count, []
-    for number in range(draw(st.integers(2, 5))):
-        dtype, letter = draw(st.sampled_from(kinds))
-        owners = draw(st.lists(st.integers(0, process_count - 1), min_size=2, max_size=2))
-        leaves.append(leaf_of(((0, 3, 6), (0, 4)), owners, dtype, f"leaf{number}"))
-        drawn_owners.append(owners)
-        encodings = [each + letter for each in encodings]
-    stored = range(len(leaves))
-    step = step_of(leaves, stored, encodings, draw(st.integers(0, 2**32)), draw(st.booleans()))
-    step.aliases = [[] for _ in range(process_count)]
-    own = [[] for _ in range(process_count)]
-    for leaf_index, leaf in enumerate(leaves):
-        for box, process in zip(leaf.boxes, leaf.owners, strict=True):
-            letter = encodings[process][leaf_index]
-            this = len(own[process])
-            taken = {a for a, _ in step.aliases[process]}
-            alike = [
-                k
-                for k, (i, _) in enumerate(own[process])
-                if k not in taken
-                and (leaves[i].dtype, encodings[process][i]) == (leaf.dtype, letter)
-            ]
-            own[process].append((leaf_index, box))
-            if alike and draw(st.booleans()):
-                source = draw(st.sampled_from(alike))
-                other, other_box = own[process][source]
-                for each in (step.old, step.new):
-                    each[leaf_index][box.slices] = each[other][other_box.slices]
-                step.aliases[process].append((this, source))
-    step.aliases = [tuple(each) for each in step.aliases]
-    return step
-
-
-@chunks_of(32)
-@given(step=repeating_steps(), data=st.data())
-def test_boxes_that_are_called_equal_have_the_bits_of_one_that_is_stored(
-    step, data, tmp_path_factory
-):
-    directory = tmp_path_factory.mktemp("step")
-    reader = step.write(directory)
-    sizes = [(pack.raw_bytes, pack.compressed_bytes) for pack in step.manifest.packs]
-    for index, leaf in enumerate(step.leaves):
-        for box in [data.draw(boxes_in(leaf.shape)), Box.full(leaf.shape)]:
-            block = step.old[index][box.slices].copy()
-            reader.patch(index, box, block)
-            assert block.tobytes() == step.new[index][box.slices].tobytes(), (leaf, box)
-    alone = dataclasses.replace(step, aliases=[])
-    alone.write(tmp_path_factory.mktemp("alone"))
-    for own, (raw, compressed), pack in zip(step.aliases, sizes, alone.manifest.packs, strict=True):
-        total_bytes = pack.raw_bytes + pack.compressed_bytes
-        assert raw + compressed < total_bytes if own else raw + compressed == total_bytes
 
 
 @pytest.mark.parametrize(

@@ -90,7 +90,6 @@ def _consumed(
                 return np.array(reader.read(update.consumed[n], box))
             return np.zeros(box.shape, jax.numpy.dtype(wanted[n].dtype))
 
-        arrays = transfer.place_all(wanted, read)
-        return Consumed(arrays[: len(update.record)], arrays[len(update.record) :])
+        return transfer.place_all(wanted, read)
 
     return (placed(each) for each in readers if each.delta.has_update)

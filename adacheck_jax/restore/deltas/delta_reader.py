@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Hashable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 
 import ml_dtypes  # noqa: F401  numpy knows bfloat16 and its kin by it
 import numpy as np
@@ -11,12 +12,31 @@ import numpy as np
 from adacheck_jax.errors import IntegrityError
 from adacheck_jax.format import pack_plan
 from adacheck_jax.format.boxes import Box
-from adacheck_jax.format.manifest import DeltaManifest
-from adacheck_jax.restore.deltas.shared_work import SharedWork
+from adacheck_jax.format.manifest import DeltaManifest, Leaf
 from adacheck_jax.store.packs import arrays
-from adacheck_jax.store.packs.reader import PackReader
+from adacheck_jax.store.packs.reader import PackArray, PackReader
 from adacheck_jax.store.steps.lineage import Lineage, LineageStep
 from adacheck_jax.store.storage.location import AnyPath
+
+_Places = dict[int, list[tuple[int, tuple[int, int]]]]
+"""By process, the position of each box among those that are wanted, and its range of bytes."""
+
+
+@dataclass(frozen=True, slots=True)
+class SharedWork:
+    """Results that several readers need; most deltas of a lineage have the same layout.
+
+    Attributes:
+        layouts: layouts of packs, with the leaves, which are held so that no others have their id.
+        places: places of the boxes of a read.
+        opened: arrays of packs.
+    """
+
+    layouts: dict[Hashable, tuple[pack_plan.WritePlan, tuple[Leaf, ...]]] = field(
+        default_factory=dict
+    )
+    places: dict[Hashable, _Places] = field(default_factory=dict)
+    opened: dict[tuple[AnyPath, arrays.ArrayKind], PackArray] = field(default_factory=dict)
 
 
 class DeltaReader:
@@ -44,7 +64,7 @@ class DeltaReader:
         manifest = entry.manifest
         assert isinstance(manifest, DeltaManifest)
         self.leaves = leaves = entry.leaves
-        self._entry = entry
+        self._entry, self._manifest = entry, manifest
         self._number = number % len(manifest.deltas)
         self.delta = delta = manifest.deltas[number]
         self._shared = shared or SharedWork()
@@ -53,7 +73,7 @@ class DeltaReader:
                 f"{entry.place}: expected packs of {len(leaves)} leaves, found leaves up to "
                 f"{max(*delta.stored, *delta.unreplayed, 0)}. Restore another step."
             )
-        self._layout = self._shared.layout(entry, delta)
+        self._layout = self._planned()
         self._extents: dict[int, list[pack_plan.Extent]] = {}
         for extent in self._layout.extents:
             self._extents.setdefault(extent.leaf, []).append(extent)
@@ -106,7 +126,7 @@ class DeltaReader:
             IntegrityError: stored bytes are damaged, or the leaf is not stored whole.
             FormatError: a pack is missing.
         """
-        leaf, dtype = self.leaves[index], np.dtype(self.leaves[index].dtype)
+        leaf = self.leaves[index]
         if not self.stores_whole(index):
             raise IntegrityError(
                 f"{self._entry.place}: expected {leaf.path}, which the update consumed, stored by "
@@ -114,12 +134,8 @@ class DeltaReader:
             )
         for extent in self._extents.get(index, ()):
             if extent.box == box and extent.how.has_own_size:
-                return self._whole_block(extent)
-            if extent.box == box and box.size and extent.how.is_viewed:
-                spans, _ = extent.spans(box)
-                data = self._planes(extent.process, arrays.RAW, spans, leaf.path)
-                return data.view(dtype).reshape(box.shape)  # as it was read, without a copy
-        block = np.empty(box.shape, dtype)
+                return self._whole_block(extent)  # without a copy
+        block = np.empty(box.shape, np.dtype(leaf.dtype))
         self.patch(index, box, block)
         return block
 
@@ -140,7 +156,7 @@ class DeltaReader:
             IntegrityError, FormatError: as from :meth:`read`.
         """
         found: dict[int, np.ndarray] = {}
-        for process, own in self._shared.places(self._layout, wanted, self._whole).items():
+        for process, own in self._places(wanted).items():
             pack, spans = self._pack(process, arrays.RAW), [span for _, span in own]
             with contextlib.suppress(IntegrityError):  # read() raises it with the leaf's path
                 read = pack.read(spans, what="some leaves", checked=checked)
@@ -227,9 +243,44 @@ class DeltaReader:
             extent.how.decode(whole, low, high)
             target[...] = whole[inside]
 
-    def _whole(self, index: int) -> Sequence[pack_plan.Extent]:
-        """The extents of a leaf that is stored whole, none of another."""
-        return self._extents.get(index, ()) if self.stores_whole(index) else ()
+    def _planned(self) -> pack_plan.WritePlan:
+        """The layout of the packs, computed as their writer did, and compared with theirs."""
+        leaves, delta, packs = self.leaves, self.delta, self.delta.packs
+        told = [
+            [getattr(pack, name) for pack in packs] for name in ("encodings", "aliases", "coded")
+        ]
+        key = (id(leaves), delta.stored, *(each for values in told for each in values))
+        plan, _ = self._shared.layouts.get(key, (None, ()))
+        if plan is None:
+            try:
+                plan = pack_plan.plan_delta(leaves, delta.stored, *told)
+            except (ValueError, IndexError) as error:
+                raise IntegrityError(
+                    f"{self._entry.place}: the manifest tells of parts that cannot be so ({error})."
+                    " Restore another step."
+                ) from error
+            self._shared.layouts[key] = plan, leaves
+        planned = tuple(zip(plan.raw_bytes, plan.compressed_bytes, strict=True))
+        found = tuple((pack.raw_bytes, pack.compressed_bytes) for pack in packs)
+        if planned != found:
+            raise IntegrityError(
+                f"{self._entry.place}: expected packs of {planned} bytes from the stored leaves, "
+                f"found {found}. Restore another step."
+            )
+        return plan
+
+    def _places(self, wanted: Sequence[tuple[int, Box]]) -> _Places:
+        """Places in raw arrays of those boxes that are stored as they are, and by themselves."""
+        key = (id(self._layout), tuple(wanted))  # the layout is held, too
+        if key not in self._shared.places:
+            found: _Places = {}
+            for n, (index, box) in enumerate(wanted):
+                for extent in self._extents.get(index, ()) if self.stores_whole(index) else ():
+                    if extent.box == box and box.size and extent.how.is_viewed:
+                        (span,), _ = extent.spans(box)
+                        found.setdefault(extent.process, []).append((n, span))
+            self._shared.places[key] = found
+        return self._shared.places[key]
 
     def _whole_block(self, extent: pack_plan.Extent) -> np.ndarray:
         """The elements of a box, which the caller must not change; once while prefetched."""
@@ -264,9 +315,20 @@ class DeltaReader:
         return (read[0] if len(read) == 1 else np.concatenate(read)).reshape(count, length)
 
     def _pack(self, process: int, kind: arrays.ArrayKind) -> PackReader:
+        """The reader of this delta's section of a pack array."""
         if (process, kind) not in self._packs:
-            pack = self._shared.pack(self._entry, self._number, process, kind)
-            self._packs[process, kind] = pack
+            start, sections = self._entry.pack(process), list[tuple[int, arrays.Ranges]]()
+            for pack in (each.packs[process] for each in self._manifest.deltas):
+                raw, compressed = pack.raw_zeros, pack.compressed_zeros  # blocks that are left out
+                is_raw = kind is arrays.RAW
+                size_bytes = pack.raw_bytes if is_raw else pack.compressed_bytes
+                sections.append((size_bytes, raw if is_raw else compressed))
+            begins, length_bytes = arrays.laid_out(start, kind, sections)
+            opened = self._shared.opened
+            if (start, kind) not in opened:
+                opened[start, kind] = PackArray(start, kind, length_bytes)
+            section = PackReader(opened[start, kind], *sections[self._number], begins[self._number])
+            self._packs[process, kind] = section
         return self._packs[process, kind]
 
 

@@ -23,6 +23,7 @@ from adacheck_jax.restore.shared_reads import (
     Blocks,
     OwnShare,
     ReadOnce,
+    SharedPart,
     SharedReads,
     ShareExchange,
 )
@@ -33,11 +34,8 @@ _AHEAD_BYTES = 128 << 20
 _MOST_AHEAD = 8
 
 
-class Consumed(NamedTuple):
-    """Arrays that one update consumes, on the shardings for replay."""
-
-    record: list[jax.Array]
-    extra: list[jax.Array]
+Consumed = list[jax.Array]
+"""Arrays that one update consumes, in the order of its leaves, on the shardings for replay."""
 
 
 class _Share(NamedTuple):
@@ -81,15 +79,9 @@ class Records:
         self._update, self._x64 = update, jax_settings.x64_enabled()
         self._readers = [reader for reader in readers if reader.delta.has_update]
         self._wanted = [abstract_leaf(specs[i], shardings[i]) for i in update.consumed]
-        leaves = [specs[i] for i in update.consumed]
-        self._dtypes = {n: np.dtype(leaf.dtype) for n, leaf in enumerate(leaves)}
-        self._targets = [shardings[i] for i in update.consumed]
-        members = shared_reads.members(
-            [(x.shape, x.itemsize_bytes, y) for x, y in zip(leaves, self._targets, strict=True)],
-            read_once,
-            where,
-            times=len(self._readers),
-        )
+        self._dtypes = {n: np.dtype(wanted.dtype) for n, wanted in enumerate(self._wanted)}
+        targets = [(specs[i].shape, specs[i].itemsize_bytes, shardings[i]) for i in update.consumed]
+        members = shared_reads.members(targets, read_once, where, times=len(self._readers))
         self.are_shared, known = bool(members), dict[int, _Share]()
         with agreed() if members else ALONE():
             for each in self._readers:  # most of them are cut alike
@@ -102,20 +94,15 @@ class Records:
 
     def _share(self, reader: DeltaReader) -> _Share:
         """Boxes to read of a delta."""
-        leaves = [reader.leaves[i] for i in self._update.consumed]
-        pairs = [*zip(leaves, self._targets, strict=True)]
-        parts = [
-            shared_reads.shared_parts(n, leaf.shape, target, leaf.itemsize_bytes, leaf.cuts)
-            for n, (leaf, target) in enumerate(pairs if self.are_shared else ())
-        ]
-        own = [
-            (n, box)
-            for n, (leaf, target) in enumerate(pairs)
-            for box in shared_reads.own_boxes(
-                transfer.boxes_here(leaf.shape, target), leaf.cuts, parts[n] if parts else ()
-            )
-        ]
-        return _Share(own, shared_reads.plan(itertools.chain.from_iterable(parts)))
+        own, shared = list[tuple[int, Box]](), list[SharedPart]()
+        for n, (index, wanted) in enumerate(zip(self._update.consumed, self._wanted, strict=True)):
+            leaf, target, parts = reader.leaves[index], wanted.sharding, list[SharedPart]()
+            if self.are_shared:
+                given = n, leaf.shape, target, leaf.itemsize_bytes, leaf.cuts
+                shared += (parts := shared_reads.shared_parts(*given))
+            boxes = transfer.boxes_here(leaf.shape, target)
+            own += [(n, box) for box in shared_reads.own_boxes(boxes, leaf.cuts, parts)]
+        return _Share(own, shared_reads.plan(shared))
 
     @contextlib.contextmanager
     def read_ahead(self) -> Iterator[Iterator[Consumed]]:
@@ -180,8 +167,6 @@ class Records:
         parts: dict[int, list[tuple[Box, np.ndarray]]] = {}
         for (n, box), data in blocks.items():
             parts.setdefault(n, []).append((box, data))
-        placed = transfer.place_all(
+        return transfer.place_all(
             self._wanted, lambda n, box: shared_reads.put_together(box, parts[n])
         )
-        count = len(self._update.record)
-        return Consumed(placed[:count], placed[count:])
