@@ -1,5 +1,6 @@
 """Bases as volumes: written, kept from earlier ones, and merged into what stock readers read."""
 
+import dataclasses
 import itertools
 import math
 import shutil
@@ -19,6 +20,7 @@ from adacheck_jax.store.volumes import ArrayPiece
 from tests.strategies import DTYPES, any_bits, cuts, shape_of
 from tests.support import write_volume
 
+seeds = st.integers(0, 3)
 STORABLE = [dtype for dtype in DTYPES if dtype != "uint4"]  # which a base stores as uint8
 
 
@@ -193,33 +195,6 @@ def flip(directory, content):
 # Equal chunks.
 
 
-def test_equal_chunks_are_stored_once(tmp_path):
-    array = noise(8, 4096)
-    parts = [part_of(name, array, (4, 4096)) for name in "abc"]
-    parts.append(part_of("flat", array.reshape(-1), (4 * 4096,)))
-    parts.append(part_of("half", array[4:], (4, 4096)))
-    aliases = write_volume(tmp_path, parts)
-    assert aliases == {"b": "a", "c": "a"}  # the others share chunks, but are not equal to it
-    assert size_of(tmp_path) < array.nbytes + 8192
-    arrays = dict.fromkeys("abc", array)
-    check(tmp_path, {**arrays, "flat": array.reshape(-1), "half": array[4:]}, parts)
-
-
-def test_only_arrays_of_equal_bits_and_type_are_aliases(tmp_path):
-    a, b = noise(8192), noise(8192, seed=1)
-    mixed, own = np.concatenate([a[:4096], b[:4096]]), np.concatenate([a[:4096], changed(b[:4096])])
-    bits = [0, 0x80000000, 0x7FC00000, 0x7FC00001, 0xFFC00000, 0x7F800001]
-    arrays = {
-        **{"a": a, "b": b, "mixed": mixed, "own": own, "tiled": np.tile(a[:4096], 6)},
-        **{"integers": a.view(np.int32), "complex": a.view(np.complex64)},
-        **{f"{each:x}": np.full(4096, each, np.uint32).view(np.float32) for each in bits},
-    }
-    parts = [part_of(name, array, (4096,)) for name, array in arrays.items()]
-    assert write_volume(tmp_path, parts) == {}
-    assert size_of(tmp_path) < a.nbytes * 4 + 4096 * 4 * 7 + 16_384
-    check(tmp_path, arrays, parts)
-
-
 def after(length, seed, rest):
     return np.concatenate([noise(length, seed=seed), rest])
 
@@ -231,15 +206,47 @@ def shifted():
 
 
 SMALL, LEAST, SQUARE, (FIRST, SECOND) = noise(63), noise(64), noise(40, 60), shifted()
-CORNERS = {
-    "too small": ({"a": (SMALL, (63,)), "b": (SMALL, (63,))}, {}),
-    "large enough": ({"a": (LEAST, (64,)), "b": (LEAST, (64,))}, {"b": "a"}),
+WIDE, A, B = noise(8, 4096), noise(8192), noise(8192, seed=1)
+ODD_BITS = [0, 0x80000000, 0x7FC00000, 0x7FC00001, 0xFFC00000, 0x7F800001]
+SHARED = {
+    # The arrays, each with the shape of its chunks; those that equal another one; chunks stored.
+    "too small": ({"a": (SMALL, (63,)), "b": (SMALL, (63,))}, {}, 2 * SMALL.nbytes),
+    "large enough": ({"a": (LEAST, (64,)), "b": (LEAST, (64,))}, {"b": "a"}, LEAST.nbytes),
+    "in whole or in part": (
+        {
+            **dict.fromkeys("abc", (WIDE, (4, 4096))),
+            "flat": (WIDE.reshape(-1), (4 * 4096,)),
+            "half": (WIDE[4:], (4, 4096)),
+        },
+        {"b": "a", "c": "a"},  # the others share chunks, but are not equal to it
+        WIDE.nbytes,
+    ),
+    "of other bits or types": (
+        {
+            **{"a": (A, (4096,)), "b": (B, (4096,)), "tiled": (np.tile(A[:4096], 6), (4096,))},
+            "mixed": (np.concatenate([A[:4096], B[:4096]]), (4096,)),
+            "own": (np.concatenate([A[:4096], changed(B[:4096])]), (4096,)),
+            "integers": (A.view(np.int32), (4096,)),
+            "complex": (A.view(np.complex64), (4096,)),
+            **{
+                f"{each:x}": (np.full(4096, each, np.uint32).view(np.float32), (4096,))
+                for each in ODD_BITS
+            },
+        },
+        {},
+        A.nbytes * 4 + 4096 * 4 * 7,
+    ),
     "several axes at the edge": (
         {"a": (SQUARE, (18, 40)), "b": (SQUARE, (18, 40)), "c": (np.zeros_like(SQUARE), (18, 40))},
         {"b": "a"},
+        8 * 18 * 40 * 4,
     ),
     # Of 25 chunks c/1 is the source of c/2, and c/10 has no part in c/20.
-    "a key that begins others": ({"a": (FIRST, (100,)), "b": (SECOND, (100,))}, {}),
+    "a key that begins others": (
+        {"a": (FIRST, (100,)), "b": (SECOND, (100,))},
+        {},
+        FIRST.nbytes + SECOND.nbytes - 800,
+    ),
     # As large as one another, but not what is stored of them: that is a whole chunk each.
     "filled up otherwise": (
         {
@@ -249,36 +256,18 @@ CORNERS = {
             "whole": (LEAST, (64,)),
         },
         {},
+        8 * 400,
     ),
 }
 
 
-@pytest.mark.parametrize("name", CORNERS)
-def test_chunks_are_shared_only_with_such_that_are_stored_alike(name, tmp_path):
-    given, aliases = CORNERS[name]
+@pytest.mark.parametrize("name", SHARED)
+def test_chunks_are_stored_once_that_are_stored_alike(name, tmp_path):
+    given, aliases, most_bytes = SHARED[name]
     parts = [part_of(each, array, chunks) for each, (array, chunks) in given.items()]
     assert write_volume(tmp_path, parts) == aliases
+    assert size_of(tmp_path) < most_bytes + 16_384
     check(tmp_path, {each: array for each, (array, _) in given.items()}, parts)
-
-
-def test_no_transaction_holds_more_than_its_share_unless_one_array_does(monkeypatch, tmp_path):
-    sizes = []
-    monkeypatch.setattr(volumes, "_TRANSACTION_BYTES", 10_000)
-    batches = volumes.batches
-
-    def noted(sizes_bytes, most_bytes):
-        for batch in batches(sizes_bytes, most_bytes):
-            sizes.append([sizes_bytes[n] for n in batch])
-            yield batch
-
-    monkeypatch.setattr(volumes, "batches", noted)
-    lengths = [500, 1000, 900, 1100, 5000, 10, 0, 1200]
-    arrays = {f"{i}": noise(n, seed=i) for i, n in enumerate(lengths) if n}
-    arrays["copy"] = arrays["4"].copy()  # referred to, so that it counts for nothing
-    parts = [part_of(name, array) for name, array in arrays.items()]
-    assert write_volume(tmp_path, parts) == {"copy": "4"}
-    assert sizes == [[2000, 4000, 3600], [4400], [20000], [40, 4800, 0]]
-    check(tmp_path, arrays, parts)
 
 
 # Volumes of several processes.
@@ -306,17 +295,6 @@ def test_volumes_of_several_processes_make_one_array(each, data, tmp_path_factor
     check(directory, {"shared": array, **{f"own{p}": other for p in range(3)}}, whole)
 
 
-def test_a_merge_with_names_takes_these_alone(tmp_path):
-    arrays = {name: noise(600, seed=i) for i, name in enumerate(["a", "ab", "a.b", "b", "c"])}
-    parts = {name: part_of(name, array, (200,)) for name, array in arrays.items()}
-    write_volume(tmp_path / "base/0", list(parts.values()))
-    newer = {"ab": noise(600, seed=9), "c": noise(600, seed=10)}
-    write_volume(tmp_path / "base/1", [part_of(n, array, (200,)) for n, array in newer.items()])
-    volumes.merge(tmp_path, {"base/0": ["a", "b"], "base/1": None})
-    taken = ["a", "b", "ab", "c"]
-    check(tmp_path, {**arrays, **newer}, [parts[name] for name in taken])
-
-
 # What has not changed is kept.
 
 
@@ -340,59 +318,68 @@ def linked(root, volume="7.0"):
     return data_files(root / "new/kept" / volume)
 
 
-def merged(root, kept, arrays):
+def merged(root, kept, parts):
     """Writes and merges what is not kept, as a base does, and checks the whole."""
-    rest = {name: array for name, array in arrays.items() if name not in kept}
+    rest = [part for part in parts if part.name not in kept]
     contents: dict = {}
     if rest:
-        write_volume(root / "new/base/0", parts_of(rest))
+        write_volume(root / "new/base/0", rest)
         contents["base/0"] = None
     for name, volume in kept.items():
         contents.setdefault(f"kept/{volume}", []).append(name)
     volumes.merge(root / "new", contents)
-    check(root / "new", arrays, parts_of(arrays))
+    check(root / "new", {each.name: whole(each) for each in parts}, parts)
 
 
-def test_arrays_that_have_not_changed_are_linked_and_not_written(former, tmp_path):
-    kept = keep(tmp_path, former)
-    assert kept == dict.fromkeys("abc", "7.0")
-    assert len(linked(tmp_path)) == len(data_files(tmp_path / "old"))
-    old = {path.stat().st_ino for path in data_files(tmp_path / "old")}
-    assert {path.stat().st_ino for path in linked(tmp_path)} == old
-    merged(tmp_path, kept, former)
-    before = [path.read_bytes() for path in linked(tmp_path)]
-    shutil.rmtree(tmp_path / "old")  # the earlier base is deleted
-    assert [path.read_bytes() for path in linked(tmp_path)] == before
-    check(tmp_path / "new", former, parts_of(former))
+def whole(part):
+    (array,) = part.blocks.values()
+    return array
 
 
-@pytest.mark.parametrize("place", [0, 1234, 3999])
-@pytest.mark.parametrize("bit", [1, 1 << 31])
-def test_an_array_of_which_a_bit_changed_is_never_kept(former, place, bit, tmp_path):
-    arrays = {name: array.copy() for name, array in former.items()}
-    arrays["b"].reshape(-1).view(np.uint32)[place] ^= bit
-    if place == 0:
-        (tmp_path / "old").rename(tmp_path / "random")
-        former = {name: np.zeros_like(array) for name, array in arrays.items()}
-        write_volume(tmp_path / "old", parts_of(former))  # of zeros, one of which has a sign
-        arrays = {name: array.copy() for name, array in former.items()}
-        arrays["b"].reshape(-1).view(np.uint32)[place] ^= bit
-    kept = keep(tmp_path, arrays)
-    assert kept == {"a": "7.0", "c": "7.0"}
-    merged(tmp_path, kept, arrays)
+def flipped(array, position):
+    """The same elements but for one bit."""
+    array = array.copy()
+    array.reshape(-1).view(np.uint8)[position // 8 % array.nbytes] ^= 1 << position % 8
+    return array
 
 
-def test_an_array_of_another_type_shape_or_cut_is_not_kept(former, tmp_path):
-    others = {
-        "type": part_of("a", former["a"].view(np.int32), (20, 100)),
-        "shape": part_of("a", former["a"].reshape(80, 50), (20, 50)),
-        "part of the shape": part_of("a", former["a"][:20], (20, 100)),
-        "chunks": part_of("a", former["a"], (10, 100)),
-    }
-    rest = parts_of({name: former[name] for name in "bc"})
-    for name, other in others.items():
-        kept = volumes.keep([("7.0", tmp_path / "old")], [other, *rest], tmp_path / name)
-        assert kept == {"b": "7.0", "c": "7.0"}, name
+FATES = {
+    "same": lambda array, _: part_of("", array, (20, 100)),
+    "bit": lambda array, n: part_of("", flipped(array, n), (20, 100)),
+    "type": lambda array, _: part_of("", array.view(np.int32), (20, 100)),
+    "shape": lambda array, _: part_of("", array.reshape(-1, 50), (20, 50)),
+    "part": lambda array, _: part_of("", array[:20], (20, 100)),
+    "chunks": lambda array, _: part_of("", array, (10, 100)),
+    "gone": lambda array, _: None,
+}
+
+
+@given(data=st.data())
+def test_a_volume_is_kept_for_what_is_the_same_if_that_is_half_of_it(data, tmp_path_factory):
+    """What is taken out of a volume by a name brings along what lies below that name."""
+    root = tmp_path_factory.mktemp("run")
+    arrays, parts, same = {}, [], []
+    for name in ("a", "a/b", "c", "a.d", "ab"):
+        shape, seed = data.draw(st.sampled_from([(40, 100), (80, 100)])), data.draw(seeds)
+        arrays[name] = noise(*shape, seed=seed) if seed else np.zeros(shape, np.float32)
+        fate = data.draw(st.sampled_from(["same", *FATES]))
+        part = FATES[fate](arrays[name], data.draw(st.integers(0, 2**20)))
+        parts += [] if part is None else [dataclasses.replace(part, name=name)]
+        same += [name] if fate == "same" and name != "a" else []
+    write_volume(root / "old", parts_of(arrays))
+    files = data_files(root / "old")
+    is_kept = sum(arrays[name].nbytes for name in same) >= size_of(root / "old") / 2
+    expected = dict.fromkeys(same, "7.0") if is_kept else {}
+    assert volumes.keep([("7.0", root / "old")], parts, root / "new/kept") == expected
+    assert data_files(root / "old") == files
+    links = {path.stat().st_ino for path in linked(root)}
+    assert links == ({path.stat().st_ino for path in files} if is_kept else set())
+    assert (root / "new/kept/7.0").exists() == is_kept
+    merged(root, expected, parts)
+    shutil.rmtree(root / "old")  # the earlier base is deleted
+    check(root / "new", {each.name: whole(each) for each in parts}, parts)
+    earlier = [("9.0", root / "gone"), ("7.0", root / "new/kept/7.0")]  # and kept once more
+    assert volumes.keep(earlier, parts, root / "third/kept") == expected
 
 
 def test_only_the_boxes_that_a_process_holds_are_compared(former, tmp_path):
@@ -414,26 +401,6 @@ def test_what_a_process_did_not_write_is_missing_and_not_zero(tmp_path):
     assert not np.asarray(store[:20].read().result()).any()
     with pytest.raises(ValueError, match="missing"):
         store.read().result()
-
-
-@pytest.mark.parametrize(
-    ("names", "other", "is_kept"),
-    [
-        ("a", "", False),
-        ("ab", "", True),
-        ("abc", "", True),
-        ("abc", "a", True),
-        ("abc", "ab", False),
-    ],
-)
-def test_a_volume_is_kept_for_half_of_its_bytes_and_not_for_less(
-    former, names, other, is_kept, tmp_path
-):
-    arrays = {n: changed(former[n]) if n in other else former[n] for n in names}
-    same = [n for n in names if n not in other]
-    assert keep(tmp_path, arrays) == (dict.fromkeys(same, "7.0") if is_kept else {})
-    assert (tmp_path / "new/kept/7.0").exists() == bool(linked(tmp_path)) == is_kept
-    assert len(data_files(tmp_path / "old")) > 0
 
 
 def test_a_volume_that_cannot_be_worth_it_is_neither_linked_nor_read(former, monkeypatch, tmp_path):
@@ -466,42 +433,13 @@ def test_an_array_is_taken_from_the_latest_volume_that_has_it(former, tmp_path):
     assert not (tmp_path / "y/7.0").exists()
 
 
-def test_a_volume_that_is_kept_is_kept_again(former, tmp_path):
-    assert keep(tmp_path, former)
-    shutil.rmtree(tmp_path / "old")
-    second = tmp_path / "third/kept"
-    earlier = [("9.0", tmp_path / "gone"), ("7.0", tmp_path / "new/kept/7.0")]
-    assert volumes.keep(earlier, parts_of(former), second) == dict.fromkeys("abc", "7.0")
-    volumes.merge(tmp_path / "third", {"kept/7.0": list("abc")})
-    check(tmp_path / "third", former, parts_of(former))
-
-
-def test_equal_chunks_are_kept_with_what_they_refer_to(tmp_path):
-    arrays = {name: noise(40, 100) for name in "abc"}
-    write_volume(tmp_path / "old", parts_of(arrays))
-    arrays["a"] = changed(arrays["a"])  # to which the others refer
-    kept = keep(tmp_path, arrays)
-    assert kept == {"b": "7.0", "c": "7.0"}
-    merged(tmp_path, kept, arrays)
-
-
-def test_an_array_whose_name_begins_a_path_to_another_is_written_again(tmp_path):
-    """Taken out of a volume by its name, it would bring along the other one as it was."""
-    arrays = {name: noise(40, 100, seed=i) for i, name in enumerate(["a", "a/b", "c", "a.d", "ab"])}
-    write_volume(tmp_path / "old", parts_of(arrays))
-    arrays["a/b"] = changed(arrays["a/b"])
-    kept = keep(tmp_path, arrays)
-    assert kept == dict.fromkeys(["c", "a.d", "ab"], "7.0")
-    merged(tmp_path, kept, arrays)
-
-
 @pytest.mark.parametrize("lost", ["", "d", "manifest.ocdbt", "*"])
 def test_a_volume_that_vanished_is_not_kept_and_nothing_is_raised(former, lost, tmp_path):
     for path in (tmp_path / "old").glob(lost) if lost else [tmp_path / "old"]:
         shutil.rmtree(path) if path.is_dir() else path.unlink()
     assert keep(tmp_path, former) == {}
     assert not (tmp_path / "new/kept/7.0").exists()
-    merged(tmp_path, {}, former)
+    merged(tmp_path, {}, parts_of(former))
 
 
 @pytest.mark.parametrize("step", ["_keys", "adopt", "_holds", "linked"])
@@ -522,7 +460,7 @@ def test_a_volume_that_vanishes_meanwhile_is_kept_if_it_was_linked(
     kept = keep(tmp_path, former)
     assert kept == (dict.fromkeys("abc", "7.0") if step == "linked" else {})
     assert (tmp_path / "new/kept/7.0").exists() == bool(kept)
-    merged(tmp_path, kept, former)
+    merged(tmp_path, kept, parts_of(former))
 
 
 @pytest.mark.parametrize("how", ["flipped", "truncated", "deleted"])
