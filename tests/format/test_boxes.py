@@ -1,10 +1,12 @@
+import itertools
+
 import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from adacheck_jax.errors import FormatError
-from adacheck_jax.format.boxes import Box, cuts_of, grid, sizes
+from adacheck_jax.format.boxes import Box, batches, cuts_of, grid, sizes
 from tests.strategies import box_pairs, boxes_in, cuts, elements, numbered, shape_of
 
 
@@ -109,3 +111,11 @@ def test_a_box_from_slices_selects_what_the_slices_select(data):
     assert box.shape == array[index].shape
     assert box.size == array[index].size
     assert (array[box.slices] == array[index]).all()
+
+
+@given(st.lists(st.integers(0, 9)), st.integers(0, 20))
+def test_a_batch_is_as_long_as_it_may_be_and_holds_something(sizes_bytes, most_bytes):
+    found = [[sizes_bytes[n] for n in batch] for batch in batches(sizes_bytes, most_bytes)]
+    assert [each for batch in found for each in batch] == sizes_bytes
+    assert all(len(batch) == 1 or (batch and sum(batch) <= most_bytes) for batch in found)
+    assert all(sum(a) + b[0] > most_bytes for a, b in itertools.pairwise(found))
