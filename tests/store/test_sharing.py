@@ -91,6 +91,12 @@ def write_base(item, leaves, rows, count, earlier=None, compression="none", stil
     return reports
 
 
+def earlier_of(item, leaves, rows):
+    """A base that was written, as what the next one of these processes may keep."""
+    base = SimpleNamespace(leaves=leaves, step=int(item.name))
+    return EarlierBase(SimpleNamespace(base=base, base_directory=item), sums_of(rows))
+
+
 def sums_of(rows):
     return {i: hash(tuple(each)) for i, each in enumerate(rows)}
 
@@ -128,10 +134,7 @@ def test_bases_of_several_processes_are_read_by_stock_readers(
     places = [tuple(place) for report in reports for place in report["lent"]]
     assert len({*places}) == len(places)
 
-    lineage = SimpleNamespace(
-        base=SimpleNamespace(leaves=leaves, step=0), base_directory=root / "0"
-    )
-    earlier = EarlierBase(lineage, sums_of(rows))
+    earlier = earlier_of(root / "0", leaves, rows)
     after = [data.draw(st.just(own) | rows_of_leaf) for own in rows]
     write_base(root / "1", leaves, after, count, earlier, compression, still)
     check(root / "1", after)
@@ -163,17 +166,11 @@ def test_what_an_earlier_base_holds_is_stored_for_other_processes_too(tmp_path):
     leaves = leaves_of([[0] * ROWS, [1] * ROWS])
     before, after = [[1, 2, 3, 4], [5, 6, 7, 8]], [[1, 2, 3, 4]] * 2
     write_base(tmp_path / "0", leaves, before, 2)
-    lineage = SimpleNamespace(
-        base=SimpleNamespace(leaves=leaves, step=0), base_directory=tmp_path / "0"
-    )
-    earlier = EarlierBase(lineage, sums_of(before))
+    earlier = earlier_of(tmp_path / "0", leaves, before)
     first, second = write_base(tmp_path / "1", leaves, after, 2, earlier)
     check(tmp_path / "1", after)
     again = [[1, 2, 3, 4], [1, 2, 0, 4]]  # what was equal once is compared
-    lineage = SimpleNamespace(
-        base=SimpleNamespace(leaves=leaves, step=1), base_directory=tmp_path / "1"
-    )
-    write_base(tmp_path / "2", leaves, again, 2, EarlierBase(lineage, sums_of(after)))
+    write_base(tmp_path / "2", leaves, again, 2, earlier_of(tmp_path / "1", leaves, after))
     check(tmp_path / "2", again)
     assert first["kept"]
     assert {place[0] for _, place in second["borrowed"]} == {f"{folders.KEPT}/0.0"}
