@@ -254,6 +254,9 @@ REFUSED = [
     ("leaves/0", A_BASE, [{"cuts": [[4], [0, 6]], "owners": [0]}]),
     ("leaves/0/owners", A_BASE, [[0], [0, -1], [0, 2]]),
     ("leaves/0/shape", A_BASE, [[4, 7], [4.0, 6]]),
+    ("leaves/0", A_BASE, [{"shape": [2**60], "cuts": [[0, 2**60]], "owners": [0]}], "an array of"),
+    ("leaves/0", A_BASE, [{"shape": [2**59], "cuts": [[0, 2**59]], "owners": [0]}], "bytes of le"),
+    ("described", A_BASE, [{"../x": "ab"}], "array_metadatas/process_0"),
     ("grids", A_DELTA, [[{"cuts": WHOLE, "owners": [0]}], {}, None, [{"cuts": WHOLE}, SCALAR]]),
     ("grids", A_DELTA, [[{"cuts": cuts, "owners": own}, SCALAR] for cuts, own in NO_GRIDS]),
     ("fingerprints", A_BASE, [["1" * 16], ["1" * 16, "1" * 17], ["1" * 16, "-1"], "12"]),
@@ -267,6 +270,10 @@ REFUSED = [
     *(("caution/distrusted", each, [[2]]) for each in (A_DELTA, A_RUN)),
     ("update", A_BASE, [{"params": [1]}, {"params": [2]}, {"counts": None}, {"counts": [0]}]),
     ("update/pinned", A_BASE, [1]),
+    ("update/programs", A_BASE, [{"../cpu": "ab" * 32}], "the name of a platform"),
+    ("update/parts", A_BASE, [[[0, 1, 0, 0]], []], "do not make up the update's leaves"),
+    ("depth", A_RUN, [1], "delta number 1 of its lineage with 1 before it"),
+    ("recorded/0/packs", A_RUN, [[]], "different numbers of packs"),
     ("update", A_CONSUMING, CONSUMED_TWICE, "leaf indices repeat"),
     *(
         row
@@ -322,8 +329,8 @@ def with_field(manifest, place, value):
     body = body_of(manifest)
     *way, key = (int(each) if each.isdecimal() else each for each in place.split("/"))
     holder = functools.reduce(lambda found, each: found[each], way, body)
-    is_merged = isinstance(holder, dict) and isinstance(holder.get(key), dict) and value
-    holder[key] = holder[key] | value if is_merged else value
+    old = holder.get(key) if isinstance(holder, dict) else holder[key]
+    holder[key] = old | value if isinstance(old, dict) and value else value
     return body
 
 

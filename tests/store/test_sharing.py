@@ -1,6 +1,5 @@
 """Equal chunks of the volumes of several processes are stored in one of them, and proved equal."""
 
-import dataclasses
 import itertools
 import threading
 from concurrent.futures import ThreadPoolExecutor
@@ -12,7 +11,6 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from adacheck_jax.errors import IntegrityError
-from adacheck_jax.format.boxes import Box
 from adacheck_jax.format.manifest import Leaf
 from adacheck_jax.store import base_writer, sharing, volumes
 from adacheck_jax.store.base_writer import ArrayLayout, BaseWriter, EarlierBase, Name
@@ -235,19 +233,6 @@ def test_a_wrong_digest_of_the_process_that_writes_fails_the_save(tmp_path, monk
     leaves = leaves_of([[0] * ROWS, [1] * ROWS])
     with pytest.raises(IntegrityError, match="found, read back"):
         write_base(tmp_path, leaves, [[1] * ROWS, [2] * ROWS], 2)
-
-
-def test_chunks_at_an_edge_and_of_other_types_are_not_taken_for_equal():
-    block = np.ones((2, WIDTH), np.float32)
-    box = Box.full(block.shape)
-    whole = volumes.ArrayPiece("a", (2, WIDTH), (2, WIDTH), {box: block})
-    others = [
-        dataclasses.replace(whole, chunk_shape=(4, WIDTH)),
-        dataclasses.replace(whole, blocks={box: block.view(np.int32)}),
-        dataclasses.replace(whole, codec="zstd"),
-    ]
-    kinds = [volumes.Volume([each], "base/0", 2).distinct[0].kind for each in [whole, *others]]
-    assert len({*map(repr, kinds)}) == 4
 
 
 def test_all_chunks_of_an_array_are_in_one_codec_whoever_writes_them(tmp_path):

@@ -28,11 +28,6 @@ class Conformance:
     links: bool
     renames: bool
 
-    def test_it_answers_whether_a_value_is_there_or_not(self, top: Location):
-        (top / "value").write(b"1")
-        for place in (top / "value", top / "none", Location(top.storage, "")):
-            place.check_answers()
-
     def test_a_listing_has_descriptions(self, top: Location):
         for each in ("a/1", "a/b/2", "c"):
             (top / each).write(each.encode())
@@ -114,14 +109,13 @@ class Conformance:
         assert (top / "ab").read() == (b"a/1" if self.renames else b"ab")
         assert (top / name / "1").exists is not self.renames
 
-    def test_sync_and_looks_take_any_tree(self, top: Location):
+    def test_what_only_some_storages_do_none_refuses(self, top: Location):
         (top / "a/b/value").write(b"1")
         top.sync(top / "a/b/value", deep=True)
         (top / "a/b").sync(top / "a/b/value")
         top.check_plain()
-
-    def test_a_folder_is_watched_and_a_key_locked(self, top: Location):
-        (top / "a/value").write(b"1")
+        for place in (top / "a/b/value", top / "none", Location(top.storage, "")):
+            place.check_answers()
         with (top / "a").watched() as is_same, (top / ".lock").lock():
             assert is_same()
         assert not (top / ".lock").exists

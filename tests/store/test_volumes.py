@@ -229,31 +229,6 @@ def test_a_key_that_begins_others_is_referred_to_alone(tmp_path):
     check(tmp_path, {"a": first, "b": second}, parts)
 
 
-# Volumes of several processes.
-
-
-@given(each=cuts(max_length=12, max_pieces=3), data=st.data())
-@settings(max_examples=20)
-def test_volumes_of_several_processes_make_one_array(each, data, tmp_path_factory):
-    shape = shape_of(each)
-    if not math.prod(shape):
-        return
-    directory = tmp_path_factory.mktemp("item")
-    array, other = noise(*shape), noise(*shape, seed=1, dtype="bfloat16")
-    chunk_shape = boxes.chunk_shape(each, 4, data.draw(st.sampled_from([4, 64, 1 << 20])))
-    own = [{}, {}, {}]
-    for box in grid(each):
-        own[data.draw(st.integers(0, 2))][box] = array[(*box.slices, ...)]
-    for process, blocks in enumerate(own):
-        parts = [ArrayPiece("shared", shape, chunk_shape, blocks)] if blocks else []
-        parts.append(part_of(f"own{process}", other))
-        write_volume(directory / f"base/{process}", parts)
-    volumes.merge(directory, {f"base/{process}": None for process in range(3)})
-    whole = [part_of("shared", array, chunk_shape)]
-    whole += [part_of(f"own{process}", other) for process in range(3)]
-    check(directory, {"shared": array, **{f"own{p}": other for p in range(3)}}, whole)
-
-
 # What has not changed is kept.
 
 
