@@ -145,7 +145,7 @@ def test_whole_blocks_of_zeros_are_left_out_and_any_span_of_any_section_is_read(
         for checked in (True, False):
             found = reader.read(spans, what="leaf", checked=checked)
             assert [x.tobytes() for x in found] == [each[a:b].tobytes() for a, b in spans]
-        reader.hold(spans[::2], what="step")
+        reader.hold(data.draw(st.lists(spans_in(each.size), max_size=4)), what="step")
         for a, b in spans:
             (found,) = reader.read([(a, b)], what="leaf")
             assert found.tobytes() == each[a:b].tobytes()
@@ -309,6 +309,9 @@ def test_what_is_held_is_not_read_again_until_it_is_let_go_of(kind, tmp_path):
     write_one(tmp_path, kind, data)
     reader = pack_reader(tmp_path, small(kind, 1 << 18), data.size)
     reader.hold([(500, 700), (100, 500), (900, 900), (1000, 2000)], what="step")
+    for start, stop in [(50, 300), (699, 701), (800, 1500), (150, 1500)]:  # held in part alone
+        (found,) = reader.read([(start, stop)], what="leaf")
+        assert found.tobytes() == data[start:stop].tobytes()
     for path in data_files(tmp_path):
         path.write_bytes(b"")
     spans = [(100, 700), (450, 550), (1000, 1000), (1999, 2000)]
