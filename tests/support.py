@@ -33,7 +33,7 @@ from adacheck_jax.format.encodings import planes as codecs
 from adacheck_jax.format.manifest import BaseManifest, Delta, DeltaManifest
 from adacheck_jax.restore.deltas import delta_reader
 from adacheck_jax.store import volumes
-from adacheck_jax.store.compaction import in_place
+from adacheck_jax.store.compaction import in_place, new_base
 from adacheck_jax.store.packs import arrays, reader, writer
 from adacheck_jax.store.steps import folders, lineage, roots
 from adacheck_jax.store.storage.location import located
@@ -498,7 +498,8 @@ def restored_boxes(item: Any, **options: Any) -> tuple[lineage.Lineage, dict[int
 
 def put_base(known: lineage.Lineage, blocks: dict[int, Any]) -> BaseManifest:
     """Puts a base into the place of the delta at the end of a lineage."""
-    with in_place.prepared(known, blocks) as base:
+    alone = new_base.Team(0, lambda _topic, own, judge: judge([own]))
+    with in_place.prepared(known, blocks, alone, None) as base:
         base.put()
     return base.manifest
 

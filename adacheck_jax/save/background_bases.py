@@ -246,7 +246,7 @@ class BackgroundBases:
             if lineage is None:
                 in_place.contribute(pending.save.directory, blocks, team, sums or {})
                 return None
-            prepared = in_place.prepared(lineage, blocks, team=team, earlier_sums=sums)
+            prepared = in_place.prepared(lineage, blocks, team, sums)
             base = exit.enter_context(prepared)
         except Exception as error:
             pending.fail(error)

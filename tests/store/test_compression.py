@@ -1,4 +1,4 @@
-import dataclasses
+"""Whatever compression is chosen, steps have their bits, and take the bytes that it promises."""
 
 import jax.numpy as jnp
 import numpy as np
@@ -9,26 +9,9 @@ import adacheck_jax as adacheck
 from adacheck_jax.format.boxes import Box
 from adacheck_jax.format.manifest import Encoding
 from adacheck_jax.store import volume_reader, volumes, zarr
-from adacheck_jax.store.packs import arrays, writer
 from adacheck_jax.store.steps import manifest_file
 from tests import support
 from tests.support import write_volume
-
-
-def exponents_of_noise():
-    noise = np.random.default_rng(0).standard_normal(1 << 16).astype(np.float32)
-    found = support.planes_of(Encoding.EXPONENTS, noise)
-    return found[-1]
-
-
-@pytest.mark.parametrize("codec", ["lz4", "zstd"])
-def test_what_a_codec_wrote_is_read_back(codec, tmp_path):
-    data = np.concatenate([exponents_of_noise()] * 40)
-    assert writer.write_pack(tmp_path / "pack", [(arrays.COMPRESSED, [data])], codec) == [[()]]
-    (found,) = support.pack_reader(tmp_path / "pack", arrays.COMPRESSED, data.size).read(
-        [(0, data.size)], what="leaf"
-    )
-    assert found.tobytes() == data.tobytes()
 
 
 def encodings(root, step):
@@ -104,33 +87,6 @@ def test_stock_orbax_reads_bases_whatever_the_codec_and_compressed_ones_are_smal
         support.assert_same_bits(found, support.host_copy(state))
         sizes_bytes[chosen] = base_bytes(root)
     assert max(sizes_bytes["small"], sizes_bytes["fast"]) < 0.9 * sizes_bytes["none"]
-
-
-def test_equal_leaves_of_compressed_bases_share_their_bytes(tmp_path):
-    array = np.random.default_rng(0).standard_normal(100_000).astype(np.float32)
-    sizes_bytes = {}
-    for count in (1, 3):
-        root = tmp_path / str(count)
-        state = {str(i): array.copy() for i in range(count)}
-        with support.manager_of(root, adacheck.AdaCheckHandler(compression="small")) as manager:
-            manager.save(0, args=adacheck.SaveArgs(state))
-            found = manager.restore(0, args=adacheck.RestoreArgs())
-        assert all(np.array_equal(each, array) for each in found.values())
-        sizes_bytes[count] = base_bytes(root)
-    assert sizes_bytes[3] < 1.02 * sizes_bytes[1]
-
-
-@pytest.mark.parametrize("codec", ["lz4", "zstd"])
-def test_what_an_earlier_base_holds_in_a_codec_is_kept(codec, tmp_path):
-    array = np.random.default_rng(0).standard_normal((300, 200)).astype(np.float32)
-    part = volumes.ArrayPiece("a", array.shape, (100, 200), {Box.full(array.shape): array}, codec)
-    write_volume(tmp_path / "0", [part])
-    assert volumes.keep([("0", tmp_path / "0")], [part], tmp_path / "kept") == {"a": "0"}
-    other = dataclasses.replace(part, blocks={Box.full(array.shape): array + 1})
-    assert volumes.keep([("0", tmp_path / "0")], [other], tmp_path / "other") == {}
-    # Other processes may write chunks of the same array, which has one codec.
-    plain = dataclasses.replace(part, codec=None)
-    assert volumes.keep([("0", tmp_path / "0")], [plain], tmp_path / "plain") == {}
 
 
 def test_equal_chunks_in_different_codecs_are_both_written(tmp_path):

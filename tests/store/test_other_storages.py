@@ -11,12 +11,10 @@ from adacheck_jax.errors import AdaCheckError, FormatError, StorageError
 from adacheck_jax.format.boxes import Box
 from adacheck_jax.format.manifest import NO_CAUTION, Link
 from adacheck_jax.store import claims, links, volume_reader, volumes, zarr
-from adacheck_jax.store.packs import arrays, writer
 from adacheck_jax.store.steps import folders, lookup, manifest_file, marks, roots
 from adacheck_jax.store.storage.kvstore import KvStore
 from adacheck_jax.store.storage.location import Location, at, located
 from adacheck_jax.store.storage.posix import Posix
-from tests import support
 from tests.format.test_manifest import A_BASE, A_DELTA
 from tests.support import write_volume
 
@@ -34,31 +32,12 @@ def noise(size, seed=0):
     return np.random.default_rng(seed).integers(0, 256, size, np.uint8)
 
 
-def test_a_pack_is_read_as_it_was_written(root):
-    raw, compressed = noise(3 << 20), np.repeat(noise(1 << 16), 8)
-    raw[5000:9000] = 0
-    start = folders.pack_in(root / "3", 0)
-    zeros = writer.write_pack(start, [(arrays.RAW, [raw]), (arrays.COMPRESSED, [compressed])])
-    for kind, data, (left_out,) in zip(
-        (arrays.RAW, arrays.COMPRESSED), (raw, compressed), zeros, strict=True
-    ):
-        reader = support.pack_reader(start, kind, data.size, left_out)
-        (found,) = reader.read([(0, data.size)], what="all")
-        np.testing.assert_array_equal(found, data)
-    assert all(each.name.startswith("delta.0.") for each in (root / "3").list())
-
-
 def test_volumes_are_merged_and_read_as_they_were_written(root):
-    item, arrays = (
-        root / "1",
-        {name: noise(6000, i).reshape(60, 100) for i, name in enumerate("ab")},
-    )
+    item, box = root / "1", Box.full((60, 100))
+    arrays = {name: noise(6000, i).reshape(60, 100) for i, name in enumerate("ab")}
     arrays["c"] = arrays["a"]
     for process, names in enumerate(("ac", "b")):
-        pieces = [
-            volumes.ArrayPiece(n, (60, 100), (20, 100), {Box.full((60, 100)): arrays[n]})
-            for n in names
-        ]
+        pieces = [volumes.ArrayPiece(n, box.shape, (20, 100), {box: arrays[n]}) for n in names]
         shared = write_volume(item / folders.BASE / f"{process}", pieces)
         assert shared == ({"c": "a"} if process == 0 else {})
     volumes.merge(item, {f"{folders.BASE}/{process}": None for process in (0, 1)})
@@ -92,18 +71,14 @@ def test_manifests_make_steps_and_lineages(root):
         (10, root / "10", None),
         (11, root / "11", None),
     ]
-    assert lookup.follow([lookup.resolve(root / "10")], root / "11").entries[-1].manifest == delta
+    base_lineage = lookup.resolve(root / "10")
+    assert lookup.follow([base_lineage], root / "11").entries[-1].manifest == delta
+    assert links.can_link(root) is isinstance(root.storage, Posix)
+    assert f"10/{manifest_file.FILE}" in links.files_of(base_lineage.entries[-1])
     (root / "10").delete()
     assert found.exists() is not root.on_file_system, "a store is not asked"
     with pytest.raises(AdaCheckError, match="found nothing there"):
         lookup.resolve(root / "11")
-
-
-def test_links_are_probed_and_named(root):
-    write_steps(root)
-    assert links.can_link(root) is isinstance(root.storage, Posix)
-    names = links.files_of(lookup.resolve(root / "10").entries[-1])
-    assert f"10/{manifest_file.FILE}" in names
 
 
 def test_of_two_writers_of_a_step_one_is_refused(tmp_path):

@@ -1,6 +1,5 @@
 """Equal chunks of the volumes of several processes are stored in one of them, and proved equal."""
 
-import dataclasses
 import itertools
 import threading
 from concurrent.futures import ThreadPoolExecutor
@@ -12,7 +11,6 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from adacheck_jax.errors import IntegrityError
-from adacheck_jax.format.boxes import Box
 from adacheck_jax.format.manifest import Leaf
 from adacheck_jax.store import base_writer, sharing, volumes
 from adacheck_jax.store.base_writer import ArrayLayout, BaseWriter, EarlierBase, Name
@@ -91,6 +89,12 @@ def write_base(item, leaves, rows, count, earlier=None, compression="none", stil
     return reports
 
 
+def earlier_of(item, leaves, rows):
+    """A base that was written, as what the next one of these processes may keep."""
+    base = SimpleNamespace(leaves=leaves, step=int(item.name))
+    return EarlierBase(SimpleNamespace(base=base, base_directory=item), sums_of(rows))
+
+
 def sums_of(rows):
     return {i: hash(tuple(each)) for i, each in enumerate(rows)}
 
@@ -128,10 +132,7 @@ def test_bases_of_several_processes_are_read_by_stock_readers(
     places = [tuple(place) for report in reports for place in report["lent"]]
     assert len({*places}) == len(places)
 
-    lineage = SimpleNamespace(
-        base=SimpleNamespace(leaves=leaves, step=0), base_directory=root / "0"
-    )
-    earlier = EarlierBase(lineage, sums_of(rows))
+    earlier = earlier_of(root / "0", leaves, rows)
     after = [data.draw(st.just(own) | rows_of_leaf) for own in rows]
     write_base(root / "1", leaves, after, count, earlier, compression, still)
     check(root / "1", after)
@@ -163,17 +164,11 @@ def test_what_an_earlier_base_holds_is_stored_for_other_processes_too(tmp_path):
     leaves = leaves_of([[0] * ROWS, [1] * ROWS])
     before, after = [[1, 2, 3, 4], [5, 6, 7, 8]], [[1, 2, 3, 4]] * 2
     write_base(tmp_path / "0", leaves, before, 2)
-    lineage = SimpleNamespace(
-        base=SimpleNamespace(leaves=leaves, step=0), base_directory=tmp_path / "0"
-    )
-    earlier = EarlierBase(lineage, sums_of(before))
+    earlier = earlier_of(tmp_path / "0", leaves, before)
     first, second = write_base(tmp_path / "1", leaves, after, 2, earlier)
     check(tmp_path / "1", after)
     again = [[1, 2, 3, 4], [1, 2, 0, 4]]  # what was equal once is compared
-    lineage = SimpleNamespace(
-        base=SimpleNamespace(leaves=leaves, step=1), base_directory=tmp_path / "1"
-    )
-    write_base(tmp_path / "2", leaves, again, 2, EarlierBase(lineage, sums_of(after)))
+    write_base(tmp_path / "2", leaves, again, 2, earlier_of(tmp_path / "1", leaves, after))
     check(tmp_path / "2", again)
     assert first["kept"]
     assert {place[0] for _, place in second["borrowed"]} == {f"{folders.KEPT}/0.0"}
@@ -238,19 +233,6 @@ def test_a_wrong_digest_of_the_process_that_writes_fails_the_save(tmp_path, monk
     leaves = leaves_of([[0] * ROWS, [1] * ROWS])
     with pytest.raises(IntegrityError, match="found, read back"):
         write_base(tmp_path, leaves, [[1] * ROWS, [2] * ROWS], 2)
-
-
-def test_chunks_at_an_edge_and_of_other_types_are_not_taken_for_equal():
-    block = np.ones((2, WIDTH), np.float32)
-    box = Box.full(block.shape)
-    whole = volumes.ArrayPiece("a", (2, WIDTH), (2, WIDTH), {box: block})
-    others = [
-        dataclasses.replace(whole, chunk_shape=(4, WIDTH)),
-        dataclasses.replace(whole, blocks={box: block.view(np.int32)}),
-        dataclasses.replace(whole, codec="zstd"),
-    ]
-    kinds = [volumes.Volume([each], "base/0", 2).distinct[0].kind for each in [whole, *others]]
-    assert len({*map(repr, kinds)}) == 4
 
 
 def test_all_chunks_of_an_array_are_in_one_codec_whoever_writes_them(tmp_path):

@@ -1,5 +1,6 @@
 """Bases as volumes: written, kept from earlier ones, and merged into what stock readers read."""
 
+import dataclasses
 import itertools
 import math
 import shutil
@@ -13,12 +14,13 @@ from hypothesis import strategies as st
 
 from adacheck_jax.format import boxes
 from adacheck_jax.format.boxes import Box, grid
-from adacheck_jax.store import volumes
+from adacheck_jax.store import volumes, zarr
 from adacheck_jax.store.storage.location import Location
 from adacheck_jax.store.volumes import ArrayPiece
 from tests.strategies import DTYPES, any_bits, cuts, shape_of
 from tests.support import write_volume
 
+seeds = st.integers(0, 3)
 STORABLE = [dtype for dtype in DTYPES if dtype != "uint4"]  # which a base stores as uint8
 
 
@@ -33,10 +35,10 @@ def noise(*shape, seed=0, dtype="float32"):
     return any_bits(np.random.default_rng(seed), shape, dtype)
 
 
-def changed(array):
-    """The same elements but for a bit of the last one."""
+def flipped(array, position):
+    """The same elements but for one bit."""
     array = array.copy()
-    array.reshape(-1).view(np.uint8)[-1] ^= 1
+    array.reshape(-1).view(np.uint8)[position // 8 % array.nbytes] ^= 1 << position % 8
     return array
 
 
@@ -99,13 +101,14 @@ def states(draw):
         if parts and draw(st.booleans()):  # of the same bits as another one, otherwise cut
             former = draw(st.sampled_from(sorted(arrays)))
             array = arrays[former]
+            if array.dtype != bool and draw(st.booleans()):
+                array = array.view(f"u{array.itemsize}") if array.itemsize <= 8 else array
             each = tuple(
                 (0, *sorted(draw(st.sets(st.integers(1, n), max_size=2)) - {n}), n)
                 for n in array.shape
             )
-            if array.size and draw(st.booleans()):  # a bit off
-                array = array.copy()
-                array.reshape(-1).view(np.uint8)[draw(st.integers(0, array.nbytes - 1))] ^= 1
+            if draw(st.booleans()):  # a bit off
+                array = flipped(array, 8 * draw(st.integers(0, array.nbytes - 1)))
         else:
             kinds = st.sampled_from(["noise", "zeros", "repeating"])
             array = {
@@ -122,13 +125,26 @@ def states(draw):
     return arrays, parts
 
 
-@pytest.mark.slow
-@pytest.mark.covering(1)
+def contents_of(part, shared_bytes):
+    """Of each chunk its place and everything that decides what is stored; small ones are alone."""
+    for box, block in part.blocks.items():
+        counts = [-(-a // b) for a, b in zip(box.shape, part.chunk_shape, strict=True)]
+        for index in np.ndindex(*counts):
+            start = [i * n for i, n in zip(index, part.chunk_shape, strict=True)]
+            ends = zip(start, part.chunk_shape, strict=True)
+            data = block[(*(slice(a, a + n) for a, n in ends), ...)]
+            place = tuple(a + b for a, b in zip(box.start, start, strict=True))
+            edge = (data.shape, part.chunk_shape) if data.shape != part.chunk_shape else ()
+            own = (part.name, place) if data.nbytes < shared_bytes else ()
+            yield place, (own, data.dtype.name, edge, data.tobytes())
+
+
+@pytest.mark.covering(1, quick=1)
 @pytest.mark.parametrize("shared_bytes", [0, 64, 256])
 @pytest.mark.parametrize("transaction_bytes", [0, 500, 1 << 28])
 @given(drawn=states())
 @settings(max_examples=15)
-def test_stock_readers_read_what_was_written_and_merged(
+def test_stock_readers_read_what_was_written_once_and_merged(
     shared_bytes, transaction_bytes, drawn, tmp_path_factory
 ):
     arrays, parts = drawn
@@ -140,13 +156,12 @@ def test_stock_readers_read_what_was_written_and_merged(
     check(directory / "base/0", arrays, parts)
     volumes.merge(directory, {"base/0": None})
     check(directory, arrays, parts)
-    for name, other in aliases.items():
-        assert name != other
-        assert set(np.unique(flat(arrays[name]))) <= set(np.unique(flat(arrays[other])))
-
-
-def flat(array):
-    return array.reshape(-1).view(np.uint8)
+    names, expected = {}, {}
+    for part in parts:
+        own = tuple(contents_of(part, shared_bytes))
+        if (first := names.setdefault(own, part.name)) != part.name:
+            expected[part.name] = first
+    assert aliases == expected
 
 
 @pytest.mark.parametrize("dtype", STORABLE)
@@ -193,128 +208,25 @@ def flip(directory, content):
 # Equal chunks.
 
 
-def test_equal_chunks_are_stored_once(tmp_path):
+def test_equal_chunks_are_stored_once_also_of_other_arrays(tmp_path):
     array = noise(8, 4096)
     parts = [part_of(name, array, (4, 4096)) for name in "abc"]
     parts.append(part_of("flat", array.reshape(-1), (4 * 4096,)))
     parts.append(part_of("half", array[4:], (4, 4096)))
-    aliases = write_volume(tmp_path, parts)
-    assert aliases == {"b": "a", "c": "a"}  # the others share chunks, but are not equal to it
+    parts.append(part_of("mixed", np.concatenate([array[4:], array[:4]]), (4, 4096)))
+    assert write_volume(tmp_path, parts) == {"b": "a", "c": "a"}
     assert size_of(tmp_path) < array.nbytes + 8192
-    arrays = dict.fromkeys("abc", array)
-    check(tmp_path, {**arrays, "flat": array.reshape(-1), "half": array[4:]}, parts)
+    check(tmp_path, {each.name: whole(each) for each in parts}, parts)
 
 
-def test_only_arrays_of_equal_bits_and_type_are_aliases(tmp_path):
-    a, b = noise(8192), noise(8192, seed=1)
-    mixed, own = np.concatenate([a[:4096], b[:4096]]), np.concatenate([a[:4096], changed(b[:4096])])
-    bits = [0, 0x80000000, 0x7FC00000, 0x7FC00001, 0xFFC00000, 0x7F800001]
-    arrays = {
-        **{"a": a, "b": b, "mixed": mixed, "own": own, "tiled": np.tile(a[:4096], 6)},
-        **{"integers": a.view(np.int32), "complex": a.view(np.complex64)},
-        **{f"{each:x}": np.full(4096, each, np.uint32).view(np.float32) for each in bits},
-    }
-    parts = [part_of(name, array, (4096,)) for name, array in arrays.items()]
-    assert write_volume(tmp_path, parts) == {}
-    assert size_of(tmp_path) < a.nbytes * 4 + 4096 * 4 * 7 + 16_384
-    check(tmp_path, arrays, parts)
-
-
-def after(length, seed, rest):
-    return np.concatenate([noise(length, seed=seed), rest])
-
-
-def shifted():
+def test_a_key_that_begins_others_is_referred_to_alone(tmp_path):
+    """Of 25 chunks c/1 is the source of c/2, and c/10 has no part in c/20."""
     first, second = (noise(25 * 100, seed=seed) for seed in range(2))
     second[200:400] = first[100:300]
-    return first, second
-
-
-SMALL, LEAST, SQUARE, (FIRST, SECOND) = noise(63), noise(64), noise(40, 60), shifted()
-CORNERS = {
-    "too small": ({"a": (SMALL, (63,)), "b": (SMALL, (63,))}, {}),
-    "large enough": ({"a": (LEAST, (64,)), "b": (LEAST, (64,))}, {"b": "a"}),
-    "several axes at the edge": (
-        {"a": (SQUARE, (18, 40)), "b": (SQUARE, (18, 40)), "c": (np.zeros_like(SQUARE), (18, 40))},
-        {"b": "a"},
-    ),
-    # Of 25 chunks c/1 is the source of c/2, and c/10 has no part in c/20.
-    "a key that begins others": ({"a": (FIRST, (100,)), "b": (SECOND, (100,))}, {}),
-    # As large as one another, but not what is stored of them: that is a whole chunk each.
-    "filled up otherwise": (
-        {
-            "a": (after(100, 1, LEAST), (100,)),
-            "b": (after(90, 2, LEAST), (90,)),
-            "c": (after(100, 3, LEAST), (100,)),
-            "whole": (LEAST, (64,)),
-        },
-        {},
-    ),
-}
-
-
-@pytest.mark.parametrize("name", CORNERS)
-def test_chunks_are_shared_only_with_such_that_are_stored_alike(name, tmp_path):
-    given, aliases = CORNERS[name]
-    parts = [part_of(each, array, chunks) for each, (array, chunks) in given.items()]
-    assert write_volume(tmp_path, parts) == aliases
-    check(tmp_path, {each: array for each, (array, _) in given.items()}, parts)
-
-
-def test_no_transaction_holds_more_than_its_share_unless_one_array_does(monkeypatch, tmp_path):
-    sizes = []
-    monkeypatch.setattr(volumes, "_TRANSACTION_BYTES", 10_000)
-    batches = volumes.batches
-
-    def noted(sizes_bytes, most_bytes):
-        for batch in batches(sizes_bytes, most_bytes):
-            sizes.append([sizes_bytes[n] for n in batch])
-            yield batch
-
-    monkeypatch.setattr(volumes, "batches", noted)
-    lengths = [500, 1000, 900, 1100, 5000, 10, 0, 1200]
-    arrays = {f"{i}": noise(n, seed=i) for i, n in enumerate(lengths) if n}
-    arrays["copy"] = arrays["4"].copy()  # referred to, so that it counts for nothing
-    parts = [part_of(name, array) for name, array in arrays.items()]
-    assert write_volume(tmp_path, parts) == {"copy": "4"}
-    assert sizes == [[2000, 4000, 3600], [4400], [20000], [40, 4800, 0]]
-    check(tmp_path, arrays, parts)
-
-
-# Volumes of several processes.
-
-
-@given(each=cuts(max_length=12, max_pieces=3), data=st.data())
-@settings(max_examples=20)
-def test_volumes_of_several_processes_make_one_array(each, data, tmp_path_factory):
-    shape = shape_of(each)
-    if not math.prod(shape):
-        return
-    directory = tmp_path_factory.mktemp("item")
-    array, other = noise(*shape), noise(*shape, seed=1, dtype="bfloat16")
-    chunk_shape = boxes.chunk_shape(each, 4, data.draw(st.sampled_from([4, 64, 1 << 20])))
-    own = [{}, {}, {}]
-    for box in grid(each):
-        own[data.draw(st.integers(0, 2))][box] = array[(*box.slices, ...)]
-    for process, blocks in enumerate(own):
-        parts = [ArrayPiece("shared", shape, chunk_shape, blocks)] if blocks else []
-        parts.append(part_of(f"own{process}", other))
-        write_volume(directory / f"base/{process}", parts)
-    volumes.merge(directory, {f"base/{process}": None for process in range(3)})
-    whole = [part_of("shared", array, chunk_shape)]
-    whole += [part_of(f"own{process}", other) for process in range(3)]
-    check(directory, {"shared": array, **{f"own{p}": other for p in range(3)}}, whole)
-
-
-def test_a_merge_with_names_takes_these_alone(tmp_path):
-    arrays = {name: noise(600, seed=i) for i, name in enumerate(["a", "ab", "a.b", "b", "c"])}
-    parts = {name: part_of(name, array, (200,)) for name, array in arrays.items()}
-    write_volume(tmp_path / "base/0", list(parts.values()))
-    newer = {"ab": noise(600, seed=9), "c": noise(600, seed=10)}
-    write_volume(tmp_path / "base/1", [part_of(n, array, (200,)) for n, array in newer.items()])
-    volumes.merge(tmp_path, {"base/0": ["a", "b"], "base/1": None})
-    taken = ["a", "b", "ab", "c"]
-    check(tmp_path, {**arrays, **newer}, [parts[name] for name in taken])
+    parts = [part_of(name, array, (100,)) for name, array in (("a", first), ("b", second))]
+    assert write_volume(tmp_path, parts) == {}
+    assert size_of(tmp_path) < 2 * first.nbytes - 800 + 8192
+    check(tmp_path, {"a": first, "b": second}, parts)
 
 
 # What has not changed is kept.
@@ -328,8 +240,9 @@ def former(tmp_path):
     return arrays
 
 
-def parts_of(arrays):
-    return [part_of(name, array, (20, 100)) for name, array in arrays.items()]
+def parts_of(arrays, codec=None):
+    parts = [part_of(name, array, (20, 100)) for name, array in arrays.items()]
+    return [dataclasses.replace(each, codec=codec) for each in parts]
 
 
 def keep(root, arrays, volume="7.0"):
@@ -340,100 +253,78 @@ def linked(root, volume="7.0"):
     return data_files(root / "new/kept" / volume)
 
 
-def merged(root, kept, arrays):
+def merged(root, kept, parts):
     """Writes and merges what is not kept, as a base does, and checks the whole."""
-    rest = {name: array for name, array in arrays.items() if name not in kept}
+    rest = [part for part in parts if part.name not in kept]
     contents: dict = {}
     if rest:
-        write_volume(root / "new/base/0", parts_of(rest))
+        write_volume(root / "new/base/0", rest)
         contents["base/0"] = None
     for name, volume in kept.items():
         contents.setdefault(f"kept/{volume}", []).append(name)
     volumes.merge(root / "new", contents)
-    check(root / "new", arrays, parts_of(arrays))
+    check(root / "new", {each.name: whole(each) for each in parts}, parts)
 
 
-def test_arrays_that_have_not_changed_are_linked_and_not_written(former, tmp_path):
-    kept = keep(tmp_path, former)
-    assert kept == dict.fromkeys("abc", "7.0")
-    assert len(linked(tmp_path)) == len(data_files(tmp_path / "old"))
-    old = {path.stat().st_ino for path in data_files(tmp_path / "old")}
-    assert {path.stat().st_ino for path in linked(tmp_path)} == old
-    merged(tmp_path, kept, former)
-    before = [path.read_bytes() for path in linked(tmp_path)]
-    shutil.rmtree(tmp_path / "old")  # the earlier base is deleted
-    assert [path.read_bytes() for path in linked(tmp_path)] == before
-    check(tmp_path / "new", former, parts_of(former))
+def whole(part):
+    (array,) = part.blocks.values()
+    return array
 
 
-@pytest.mark.parametrize("place", [0, 1234, 3999])
-@pytest.mark.parametrize("bit", [1, 1 << 31])
-def test_an_array_of_which_a_bit_changed_is_never_kept(former, place, bit, tmp_path):
-    arrays = {name: array.copy() for name, array in former.items()}
-    arrays["b"].reshape(-1).view(np.uint32)[place] ^= bit
-    if place == 0:
-        (tmp_path / "old").rename(tmp_path / "random")
-        former = {name: np.zeros_like(array) for name, array in arrays.items()}
-        write_volume(tmp_path / "old", parts_of(former))  # of zeros, one of which has a sign
-        arrays = {name: array.copy() for name, array in former.items()}
-        arrays["b"].reshape(-1).view(np.uint32)[place] ^= bit
-    kept = keep(tmp_path, arrays)
-    assert kept == {"a": "7.0", "c": "7.0"}
-    merged(tmp_path, kept, arrays)
+FATES = {
+    "same": lambda array, _: part_of("", array, (20, 100)),
+    "bit": lambda array, n: part_of("", flipped(array, n), (20, 100)),
+    "type": lambda array, _: part_of("", array.view(np.int32), (20, 100)),
+    "shape": lambda array, _: part_of("", array.reshape(-1, 50), (20, 50)),
+    "part": lambda array, _: part_of("", array[:20], (20, 100)),
+    "chunks": lambda array, _: part_of("", array, (10, 100)),
+    "codec": lambda array, _: part_of("", array, (20, 100)),
+    "gone": lambda array, _: None,
+}
 
 
-def test_an_array_of_another_type_shape_or_cut_is_not_kept(former, tmp_path):
-    others = {
-        "type": part_of("a", former["a"].view(np.int32), (20, 100)),
-        "shape": part_of("a", former["a"].reshape(80, 50), (20, 50)),
-        "part of the shape": part_of("a", former["a"][:20], (20, 100)),
-        "chunks": part_of("a", former["a"], (10, 100)),
-    }
-    rest = parts_of({name: former[name] for name in "bc"})
-    for name, other in others.items():
-        kept = volumes.keep([("7.0", tmp_path / "old")], [other, *rest], tmp_path / name)
-        assert kept == {"b": "7.0", "c": "7.0"}, name
+@given(data=st.data())
+@settings(max_examples=25)
+def test_a_volume_is_kept_for_what_is_the_same_if_that_is_half_of_it(data, tmp_path_factory):
+    """What is taken out of a volume by a name brings along what lies below that name."""
+    root = tmp_path_factory.mktemp("run")
+    arrays, parts, same = {}, [], []
+    codec, *others = data.draw(st.permutations([None, *zarr.CODECS]))
+    for name in ("a", "a/b", "c", "a.d", "ab"):
+        shape, seed = data.draw(st.sampled_from([(40, 100), (80, 100)])), data.draw(seeds)
+        arrays[name] = noise(*shape, seed=seed) if seed else np.zeros(shape, np.float32)
+        fate = data.draw(st.sampled_from([*["same"] * 8, *FATES]))
+        part = FATES[fate](arrays[name], data.draw(st.integers(0, 2**20)))
+        changes = {"name": name, "codec": others[0] if fate == "codec" else codec}
+        parts += [] if part is None else [dataclasses.replace(part, **changes)]
+        same += [name] if fate == "same" and name != "a" else []
+    write_volume(root / "old", parts_of(arrays, codec))
+    files = data_files(root / "old")
+    is_kept = sum(arrays[name].nbytes for name in same) >= size_of(root / "old") / 2
+    expected = dict.fromkeys(same, "7.0") if is_kept else {}
+    assert volumes.keep([("7.0", root / "old")], parts, root / "new/kept") == expected
+    assert data_files(root / "old") == files
+    links = {path.stat().st_ino for path in linked(root)}
+    assert links == ({path.stat().st_ino for path in files} if is_kept else set())
+    assert (root / "new/kept/7.0").exists() == is_kept
+    merged(root, expected, parts)
+    shutil.rmtree(root / "old")  # the earlier base is deleted
+    check(root / "new", {each.name: whole(each) for each in parts}, parts)
+    earlier = [("9.0", root / "gone"), ("7.0", root / "new/kept/7.0")]  # and kept once more
+    assert volumes.keep(earlier, parts, root / "third/kept") == expected
 
 
-def test_only_the_boxes_that_a_process_holds_are_compared(former, tmp_path):
-    upper = {Box((0, 0), (20, 100)): former["a"][:20]}
-    mine = ArrayPiece("a", (40, 100), (20, 100), upper)
-    write_volume(tmp_path / "mine", [mine])  # the other half was another process's
-    assert volumes.keep([("7.0", tmp_path / "mine")], [mine], tmp_path / "x") == {"a": "7.0"}
-    whole = part_of("a", former["a"], (20, 100))
-    assert volumes.keep([("7.0", tmp_path / "mine")], [whole], tmp_path / "y") == {}
-
-
-def test_what_a_process_did_not_write_is_missing_and_not_zero(tmp_path):
-    zeros = np.zeros((40, 100), np.float32)
-    upper = ArrayPiece("a", (40, 100), (20, 100), {Box((0, 0), (20, 100)): zeros[:20]})
-    write_volume(tmp_path / "old", [upper])
+def test_of_what_other_processes_wrote_nothing_is_compared_kept_or_taken_for_zeros(tmp_path):
+    zeros, upper = np.zeros((40, 100), np.float32), Box((0, 0), (20, 100))
+    mine = ArrayPiece("a", (40, 100), (20, 100), {upper: zeros[:20]})
+    write_volume(tmp_path / "old", [mine])
+    assert volumes.keep([("7.0", tmp_path / "old")], [mine], tmp_path / "x") == {"a": "7.0"}
     assert keep(tmp_path, {"a": zeros}) == {}
     volumes.merge(tmp_path, {"old": None})
     store = stock(tmp_path, "a")
     assert not np.asarray(store[:20].read().result()).any()
     with pytest.raises(ValueError, match="missing"):
         store.read().result()
-
-
-@pytest.mark.parametrize(
-    ("names", "other", "is_kept"),
-    [
-        ("a", "", False),
-        ("ab", "", True),
-        ("abc", "", True),
-        ("abc", "a", True),
-        ("abc", "ab", False),
-    ],
-)
-def test_a_volume_is_kept_for_half_of_its_bytes_and_not_for_less(
-    former, names, other, is_kept, tmp_path
-):
-    arrays = {n: changed(former[n]) if n in other else former[n] for n in names}
-    same = [n for n in names if n not in other]
-    assert keep(tmp_path, arrays) == (dict.fromkeys(same, "7.0") if is_kept else {})
-    assert (tmp_path / "new/kept/7.0").exists() == bool(linked(tmp_path)) == is_kept
-    assert len(data_files(tmp_path / "old")) > 0
 
 
 def test_a_volume_that_cannot_be_worth_it_is_neither_linked_nor_read(former, monkeypatch, tmp_path):
@@ -466,44 +357,6 @@ def test_an_array_is_taken_from_the_latest_volume_that_has_it(former, tmp_path):
     assert not (tmp_path / "y/7.0").exists()
 
 
-def test_a_volume_that_is_kept_is_kept_again(former, tmp_path):
-    assert keep(tmp_path, former)
-    shutil.rmtree(tmp_path / "old")
-    second = tmp_path / "third/kept"
-    earlier = [("9.0", tmp_path / "gone"), ("7.0", tmp_path / "new/kept/7.0")]
-    assert volumes.keep(earlier, parts_of(former), second) == dict.fromkeys("abc", "7.0")
-    volumes.merge(tmp_path / "third", {"kept/7.0": list("abc")})
-    check(tmp_path / "third", former, parts_of(former))
-
-
-def test_equal_chunks_are_kept_with_what_they_refer_to(tmp_path):
-    arrays = {name: noise(40, 100) for name in "abc"}
-    write_volume(tmp_path / "old", parts_of(arrays))
-    arrays["a"] = changed(arrays["a"])  # to which the others refer
-    kept = keep(tmp_path, arrays)
-    assert kept == {"b": "7.0", "c": "7.0"}
-    merged(tmp_path, kept, arrays)
-
-
-def test_an_array_whose_name_begins_a_path_to_another_is_written_again(tmp_path):
-    """Taken out of a volume by its name, it would bring along the other one as it was."""
-    arrays = {name: noise(40, 100, seed=i) for i, name in enumerate(["a", "a/b", "c", "a.d", "ab"])}
-    write_volume(tmp_path / "old", parts_of(arrays))
-    arrays["a/b"] = changed(arrays["a/b"])
-    kept = keep(tmp_path, arrays)
-    assert kept == dict.fromkeys(["c", "a.d", "ab"], "7.0")
-    merged(tmp_path, kept, arrays)
-
-
-@pytest.mark.parametrize("lost", ["", "d", "manifest.ocdbt", "*"])
-def test_a_volume_that_vanished_is_not_kept_and_nothing_is_raised(former, lost, tmp_path):
-    for path in (tmp_path / "old").glob(lost) if lost else [tmp_path / "old"]:
-        shutil.rmtree(path) if path.is_dir() else path.unlink()
-    assert keep(tmp_path, former) == {}
-    assert not (tmp_path / "new/kept/7.0").exists()
-    merged(tmp_path, {}, former)
-
-
 @pytest.mark.parametrize("step", ["_keys", "adopt", "_holds", "linked"])
 def test_a_volume_that_vanishes_meanwhile_is_kept_if_it_was_linked(
     former, step, monkeypatch, tmp_path
@@ -522,7 +375,7 @@ def test_a_volume_that_vanishes_meanwhile_is_kept_if_it_was_linked(
     kept = keep(tmp_path, former)
     assert kept == (dict.fromkeys("abc", "7.0") if step == "linked" else {})
     assert (tmp_path / "new/kept/7.0").exists() == bool(kept)
-    merged(tmp_path, kept, former)
+    merged(tmp_path, kept, parts_of(former))
 
 
 @pytest.mark.parametrize("how", ["flipped", "truncated", "deleted"])

@@ -25,7 +25,7 @@ from adacheck_jax.format.boxes import Blocks
 from adacheck_jax.format.manifest import BaseManifest, DeltaManifest
 from adacheck_jax.format.one_process import OneProcess
 from adacheck_jax.store.compaction import new_base
-from adacheck_jax.store.compaction.new_base import ALONE, BEGIN, Team
+from adacheck_jax.store.compaction.new_base import BEGIN, Team
 from adacheck_jax.store.links import OWN_TREE_METADATA
 from adacheck_jax.store.steps import lookup, manifest_file, marks, roots
 from adacheck_jax.store.steps.folders import BASE, DELTA, KEPT, LINEAGE
@@ -84,9 +84,8 @@ class Prepared:
 def prepared(
     lineage: Lineage,
     blocks: Mapping[int, Blocks],
-    *,
-    team: Team = ALONE,
-    earlier_sums: Mapping[int, int] | None = None,
+    team: Team,
+    earlier_sums: Mapping[int, int] | None,
 ) -> Iterator[Prepared]:
     """Writes a base beside the delta at the end of a lineage; removes it if it is not put there.
 
@@ -128,9 +127,7 @@ def prepared(
                 stamp = _stamp(directory, delta)
                 work.delete()
                 team.agree(BEGIN, {}, lambda _: {"delta": delta.checksum})
-                manifest = new_base.write(
-                    work, lineage, blocks, team=team, earlier_sums=earlier_sums
-                )
+                manifest = new_base.write(work, lineage, blocks, team, earlier_sums)
             assert manifest is not None  # this is process 0
             yield Prepared(manifest, work, directory, stamp)
         finally:
@@ -162,7 +159,7 @@ def contribute(
                 f"{found.manifest.checksum[:12]}. Nothing was changed."
             )
         work = roots.beside(directory, _WORK)
-        new_base.write(work, found, blocks, team=team, earlier_sums=earlier_sums)
+        new_base.write(work, found, blocks, team, earlier_sums)
 
 
 def _stamp(directory: Location, delta: DeltaManifest) -> Stamp:

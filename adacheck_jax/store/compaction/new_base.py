@@ -60,7 +60,6 @@ class Team:
     agree: Agree
 
 
-ALONE = Team(0, lambda _topic, own, judge: judge([own]))
 _CODECS: dict[str, Compression] = {"blosc": "fast", "zstd": "small"}
 """Choices of a codec, by its name in the metadata of the arrays that were stored with it."""
 
@@ -81,9 +80,8 @@ def write(
     directory: Location,
     lineage: Lineage,
     blocks: Mapping[int, Blocks],
-    *,
-    team: Team = ALONE,
-    earlier_sums: Mapping[int, int] | None = None,
+    team: Team,
+    earlier_sums: Mapping[int, int] | None,
 ) -> BaseManifest | None:
     """Writes this process's part of a base durably; and process 0 the base, of all parts.
 
