@@ -25,6 +25,7 @@ from adacheck_jax.update.exactness import Level
 from adacheck_jax.update.pinning.fence import can_fence, fence, zero_of
 from adacheck_jax.update.pinning.pinned_function import PinnedFunction
 from tests import support
+from tests.strategies import any_bits
 from tests.support import abstract, assert_same_bits, host_copy, manager_of, mesh_of, save_steps
 from tests.update.replaying import bind, lists_of
 
@@ -35,18 +36,12 @@ FLOATS = [
 ]
 
 
-def patterns(dtype):
-    """Elements of every kind: all of a short type, and random bits of a long one."""
-    count = 1 << min(16, 8 * np.dtype(dtype).itemsize)
-    unsigned = f"u{np.dtype(dtype).itemsize}"
-    if np.dtype(dtype).itemsize <= 2:
-        return np.arange(count, dtype=unsigned).view(dtype)
-    return np.random.default_rng(0).bytes(count * np.dtype(dtype).itemsize), dtype
-
-
 def values_of(dtype):
-    found = patterns(dtype)
-    return np.frombuffer(*found) if isinstance(found, tuple) else found
+    """Elements of every kind: all of a short type, and random bits of a long one."""
+    size = np.dtype(dtype).itemsize
+    if size <= 2:
+        return np.arange(1 << 8 * size, dtype=f"u{size}").view(dtype)
+    return any_bits(np.random.default_rng(0), (1 << 16,), dtype)
 
 
 def bits(array):
@@ -63,7 +58,7 @@ def test_a_fence_changes_no_bit_and_a_canonical_one_only_those_of_nans(dtype):
         assert can_fence(x.dtype)
         plain, canonical = jax.jit(lambda x, z: (fence(x, z), fence(x, z, canonical=True)))(x, ZERO)
         np.testing.assert_array_equal(bits(plain), bits(x))
-        is_nan = np.isnan(np.asarray(x).astype(np.float32))
+        is_nan = np.isnan(np.asarray(x).astype(np.float64))
         np.testing.assert_array_equal(bits(canonical)[~is_nan], bits(x)[~is_nan])
         assert np.isnan(np.asarray(canonical)[is_nan].astype(np.float32)).all()
         assert len(set(bits(canonical)[is_nan].tolist())) == 1
@@ -82,20 +77,6 @@ def test_two_fences_in_a_row_are_not_cancelled():
     a, b, c = np.random.default_rng(0).standard_normal((3, 1 << 16)).astype(np.float32)
     found = jax.jit(apart)(ZERO, a, b, c)
     np.testing.assert_array_equal(bits(found), bits(a * b + c))
-
-
-@pytest.mark.first(1)
-@pytest.mark.parametrize("canonical", [False, True])
-def test_a_fence_differentiates_as_the_identity(canonical):
-    def through(x):
-        return jnp.sum(jnp.sin(fence(x, ZERO, canonical=canonical)) ** 2)
-
-    def plain(x):
-        return jnp.sum(jnp.sin(x) ** 2)
-
-    x = jnp.linspace(-1.0, 1.0, 5)
-    for derive in (jax.grad, jax.jacfwd, jax.hessian, lambda f: jax.jit(jax.grad(f))):
-        np.testing.assert_allclose(derive(through)(x), derive(plain)(x), rtol=1e-6)
 
 
 @pytest.mark.slow
@@ -227,13 +208,11 @@ def test_an_update_outside_of_jit_is_traced_once():
 WAYS = {
     "jit": jax.jit,
     "plain": lambda step: step,
-    "checkpoint": jax.checkpoint,
     "vmap": lambda step: (
         lambda *args: jax.tree.map(
             lambda x: x[0], jax.vmap(step)(*jax.tree.map(lambda x: jnp.stack([x, x]), args))
         )
     ),
-    "linearize": lambda step: lambda *args: jax.linearize(lambda g: step(g, *args[1:]), args[0])[0],
     "grad": lambda step: lambda *args: _value_beside_a_gradient(step, *args),
     "scan": lambda step: (
         lambda *args: jax.tree.map(
@@ -245,8 +224,6 @@ WAYS = {
 """Ways to run a train step that contains an update."""
 UPDATES = {
     "adamw": lambda: optax.adamw(optax.cosine_decay_schedule(1e-2, 9)),
-    "lion": lambda: optax.lion(1e-2),
-    "sgd": lambda: optax.sgd(1e-2, 0.9, nesterov=True),
     "rprop": lambda: optax.rprop(1e-2),
     "when finite": lambda: optax.apply_if_finite(optax.rmsprop(1e-2), 3),  # a conditional
 }
@@ -322,16 +299,8 @@ WIDTH = support.WIDTH
 class Case:
     """A way to train.
 
-    Attributes:
-        tx: what is wrapped.
-        mesh: shape of the mesh.
-        axis_type: of its axes.
-        dtype: of the record.
-        param_dtype: of the params.
-        how: ``jit``, or data parallel in ``shard_map`` or ``pmap``.
-        batch: examples; the second step has one, if it is not one anyway.
-        head: factor on the initial output layer.
-        steered: whether a learning rate is set by hand between steps.
+    Data parallel in ``shard_map`` or ``pmap``; from an output layer that starts at a factor of its
+    usual one; or with a learning rate that is set by hand between steps.
     """
 
     tx: Any
@@ -442,38 +411,6 @@ def test_a_replayed_update_has_every_bit_of_the_trained_one(name):
         replayed = update(*before, *after[2:], ZERO)  # on one device
         assert_same_bits(replayed, [np.array(x) for x in jax.tree.leaves(after[:2])])
     assert case.mesh == (1, 1) or case.how == "pmap" or len(params["a"].sharding.device_set) > 1
-
-
-def test_a_low_precision_record_costs_the_moments_no_digits():
-    params = {"w": jnp.zeros(1 << 12)}
-    recorder = Recorder(optax.adam(1e-3), dtype=jnp.bfloat16)
-    state, exact = recorder.init(params), np.zeros(1 << 12)
-    update = jax.jit(recorder.update)
-    for number in range(20):
-        grads = np.random.default_rng(number).standard_normal(1 << 12).astype(np.float32)
-        _, state = update({"w": jnp.asarray(grads)}, state, params)
-        consumed = np.asarray(state.adacheck_record["w"]).astype(np.float64)
-        exact = 0.9 * exact + 0.1 * consumed
-    error = np.abs(np.asarray(state.adacheck_inner[0].mu["w"]) - exact).max() / np.abs(exact).max()
-    assert error < 1e-6
-
-
-@pytest.mark.slow
-def test_functions_as_extra_arguments_are_called():
-    x = jnp.linspace(-1.0, 1.0, 96)
-
-    def value(x):
-        return jnp.sum((x - 0.3) ** 2)
-
-    recorder = Recorder(optax.lbfgs(), extra_args={"value": 0.0, "grad": x})
-    state = recorder.init(x)
-    assert state.adacheck_passed == {}
-    for _ in range(3):
-        loss, grad = jax.value_and_grad(value)(x)
-        updates, state = recorder.update(grad, state, x, value=loss, grad=grad, value_fn=value)
-        x = optax.apply_updates(x, updates)
-    assert value(x) < 1e-6
-    assert "value_fn" in recorder.unreplayable
 
 
 def test_small_leaves_that_pass_through_are_recorded_as_they_were_consumed():
