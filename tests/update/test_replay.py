@@ -130,10 +130,10 @@ MESHES = [
 ]
 
 
-@pytest.mark.first(1, slow=3)
+@pytest.mark.first(1, slow=6)
+@pytest.mark.parametrize("params", [PARAMS, EQUAL], ids=["several shapes", "equal leaves"])
 @pytest.mark.parametrize(("shape", "axis_type"), MESHES, ids=str)
 @pytest.mark.parametrize("name", ["adamw", "lion", "adam", "nadamw", "adabelief", "radam"])
-@pytest.mark.parametrize("params", [PARAMS, EQUAL], ids=["several shapes", "equal leaves"])
 def test_the_exported_update_folded_over_records_gives_every_bit_of_training(
     params, name, shape, axis_type
 ):
