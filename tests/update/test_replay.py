@@ -1,4 +1,3 @@
-import hashlib
 import subprocess
 import sys
 import textwrap
@@ -12,11 +11,10 @@ import pytest
 from jax.sharding import AxisType
 
 from adacheck_jax import Recorder
-from adacheck_jax.format.manifest import Update
 from adacheck_jax.update import exported_program
 from adacheck_jax.update import program as update_program
 from tests.support import assert_same_bits, host_copy, mesh_of, place
-from tests.update.replaying import bind, lists_of
+from tests.update.replaying import bind, lists_of, note_of
 
 PARAMS = {
     "dense": {"kernel": jnp.linspace(-1.0, 1.0, 2048).reshape(32, 64), "bias": jnp.ones(64)},
@@ -40,13 +38,6 @@ def loaded(recorder, state):
     function = update_program.update_function(recorder, binding.signature)
     data = exported_program.export(function, arguments, ZERO, ["cpu"])["cpu"]
     return exported_program.load(data, note_of(data), "program")
-
-
-def note_of(data):
-    return Update(
-        *((), (), (), (), (0,), ((0, 0, 0, 0),), (), (), "", ""),
-        *({"cpu": hashlib.sha256(data).hexdigest()}, "0.0.1", True),
-    )
 
 
 FRESH = """
