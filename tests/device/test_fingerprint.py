@@ -80,7 +80,7 @@ def device_sums(arrays):
 
 def of_arrays(arrays):
     """Whole fingerprints by the device engine, whatever the devices: one replica of each box."""
-    found = device_sums(dict(enumerate(arrays))).sums()
+    found = device_sums(dict(enumerate(arrays)))()
     totals = []
     for i, array in enumerate(arrays):
         held = sharding.holders_of(array.sharding, array.shape)
@@ -219,7 +219,7 @@ def test_shards_of_unequal_shapes_are_fingerprinted_one_by_one():
         sharding=SimpleNamespace(device_set={*jax.devices()}, is_fully_addressable=False),
         addressable_shards=shards,
     )
-    sums = device_sums({5: uneven}).sums()[5]
+    sums = device_sums({5: uneven})()[5]
     assert combine(list(sums.values())) == fingerprint_of(array)
     assert list(sums) == [0, 1, 2]
 

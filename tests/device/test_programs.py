@@ -57,7 +57,7 @@ def reading(arrays):
             pairs = zip(samples, roles, strict=True)
             vectors = [x for each, own in pairs for x in each.vectors(own).values()]
             copies = [np.asarray(programs.now(copied[i])).tobytes() for i in sorted(copied)]
-            return sums.sums(), [np.asarray(x).tobytes() for x in vectors], copies
+            return sums(), [np.asarray(x).tobytes() for x in vectors], copies
 
         return results
 
