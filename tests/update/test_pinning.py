@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import functools
 import os
-from dataclasses import dataclass
-from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -14,7 +12,6 @@ import optax
 import pytest
 from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
-from optax import contrib
 
 import adacheck_jax as adacheck
 from adacheck_jax import Recorder
@@ -290,127 +287,45 @@ def test_what_cannot_be_pinned_counts_as_a_sum():
     assert exactness.of(jnp.arctan, [x]).levels == (Level.ELEMENT,)
 
 
-# --- trained and replayed -----------------------------------------------------------------------
+@pytest.mark.first(1, slow=3)
+@pytest.mark.parametrize("how", ["jit", "shard_map", "pmap"])
+def test_a_replayed_update_has_every_bit_of_the_trained_one(how):
+    """On one device, of a data-parallel run; its gradients end in element-wise operations."""
+    recorder, mesh = Recorder(optax.adamw(1e-2)), mesh_of((8,))
 
-WIDTH = support.WIDTH
-
-
-@dataclass(frozen=True)
-class Case:
-    """A way to train.
-
-    Data parallel in ``shard_map`` or ``pmap``; from an output layer that starts at a factor of its
-    usual one; or with a learning rate that is set by hand between steps.
-    """
-
-    tx: Any
-    mesh: tuple[int, ...] = (1, 1)
-    axis_type: AxisType = AxisType.Auto
-    dtype: Any = None
-    param_dtype: Any = jnp.float32
-    how: str = "jit"
-    batch: int = 8
-    head: float = 1.0
-    steered: bool = False
-
-
-CASES = {
-    "adamw on one device": Case(optax.adamw(1e-2)),
-    "adamw with an output layer that starts at zero": Case(optax.adamw(1e-2), (4, 2), head=0.0),
-    "adamw in bfloat16": Case(optax.adamw(1e-2), (4, 2), param_dtype=jnp.bfloat16),
-    "adamw with a bfloat16 record": Case(optax.adamw(1e-2), (8,), dtype=jnp.bfloat16),
-    "adamw on Explicit axes": Case(optax.adamw(1e-2), (4, 2), AxisType.Explicit, jnp.bfloat16),
-    "lion": Case(optax.lion(1e-3, weight_decay=0.1), (2, 2), batch=1),
-    "nesterov": Case(optax.sgd(1e-2, momentum=0.9, nesterov=True), (2, 2), AxisType.Explicit),
-    "a learning rate set by hand": Case(
-        optax.inject_hyperparams(optax.adamw)(1e-2), (4, 2), steered=True
-    ),
-    "schedule-free": Case(contrib.schedule_free_adamw(1e-2), (4, 2), dtype=jnp.bfloat16),
-    "MultiSteps inside": Case(
-        optax.MultiSteps(optax.adamw(1e-2), 2).gradient_transformation(), (8,), batch=1
-    ),
-    "a schedule": Case(optax.adam(optax.warmup_cosine_decay_schedule(0.0, 1e-2, 2, 9)), (8,)),
-    "pmean in shard_map": Case(optax.adamw(1e-2), (8,), how="shard_map"),
-    "pmean in pmap": Case(optax.sgd(1e-2, momentum=0.9), (8,), how="pmap"),
-}
-
-
-def initial(case):
-    """Two layers and a scale: shapes of one kind twice, a vector and a scalar."""
-    rng = np.random.default_rng(3)
-    params = {
-        "a": rng.standard_normal((WIDTH, 2 * WIDTH)) * 0.2,
-        "b": rng.standard_normal((WIDTH, 2 * WIDTH)) * 0.2,
-        "bias": np.zeros(2 * WIDTH),
-        "head": rng.standard_normal((2 * WIDTH, WIDTH)) * 0.2 * case.head,
-        "scale": np.ones(()),
-    }
-    return jax.tree.map(lambda x: jnp.asarray(x, case.param_dtype), params)
-
-
-def loss(params, x):
-    mesh = jax.typeof(params["a"]).sharding.mesh
-    if mesh.are_all_axes_explicit:  # gather to multiply
-        params = jax.tree.map(lambda p: jax.sharding.reshard(p, NamedSharding(mesh, P())), params)
-    hidden = jnp.tanh(x @ params["a"]) * (x @ params["b"]) + params["bias"]
-    decay = sum(jnp.sum(p.astype(jnp.float32) ** 2) for p in jax.tree.leaves(params))
-    return jnp.mean((hidden @ params["head"] * params["scale"] - x) ** 2) + 0.003 * decay
-
-
-def step_of(case, recorder, mesh):
-    """The train step; its gradients end in element-wise operations, as by loss scaling."""
+    def loss(params, x):
+        decay = sum(jnp.sum(p**2) for p in jax.tree.leaves(params))
+        return jnp.mean((support.forward(params, x) - x) ** 2) + 0.003 * decay
 
     def step(params, state, x):
-        grads = jax.grad(lambda params: 7.3 * loss(params, x))(params)
-        grads = jax.tree.map(lambda g: g * 0.37, grads)
-        if case.how != "jit":
+        grads = jax.tree.map(lambda g: g * 0.37, jax.grad(loss)(params, x))
+        if how != "jit":
             grads = jax.lax.pmean(grads, "data")
         updates, state = recorder.update(grads, state, params)
         return optax.apply_updates(params, updates), state
 
-    if case.how == "shard_map":
-        mapped = jax.shard_map(
-            step, mesh=mesh, in_specs=(P(), P(), P("data")), out_specs=P(), check_vma=False
-        )
-        return jax.jit(mapped)
-    return jax.jit(step)
-
-
-def pmapped(case, recorder):
-    run = jax.pmap(step_of(case, recorder, None).__wrapped__, axis_name="data")
-
-    def step(params, state, x):
+    def mapped(params, state, x):
+        if how == "jit":
+            return jax.jit(step)(params, state, x)
+        if how == "shard_map":
+            specs = {"in_specs": (P(), P(), P("data")), "out_specs": P()}
+            return jax.jit(jax.shard_map(step, mesh=mesh, check_vma=False, **specs))(
+                params, state, x
+            )
         copies = jax.tree.map(lambda leaf: jnp.stack([leaf] * 8), (params, state))
-        return jax.tree.map(lambda leaf: jnp.asarray(np.asarray(leaf)[0]), run(*copies, x))
+        found = jax.pmap(step, axis_name="data")(*copies, x[:, None])
+        return jax.tree.map(lambda leaf: jnp.asarray(np.asarray(leaf)[0]), found)
 
-    return step
-
-
-@pytest.mark.first(1)
-@pytest.mark.parametrize("name", CASES)
-def test_a_replayed_update_has_every_bit_of_the_trained_one(name):
-    case = CASES[name]
-    mesh = mesh_of(case.mesh, case.axis_type)
-    recorder = Recorder(case.tx, dtype=case.dtype)
-    params = support.place(initial(case), mesh)
-    state = support.place(recorder.init(initial(case)), mesh)
-    if case.how != "jit":
-        params, state = initial(case), recorder.init(initial(case))
+    params = support.initial_params()
+    state = recorder.init(params)
     bound = bind(recorder, {"params": params, "opt": state})
     update = jax.jit(update_program.update_function(recorder, bound.signature))
-    step = pmapped(case, recorder) if case.how == "pmap" else step_of(case, recorder, mesh)
     for number in range(3):
-        rows = case.batch if number != 1 or case.how != "jit" else 1
-        x = np.random.default_rng(number).standard_normal((rows, WIDTH)).astype(np.float32)
-        x = x[:, None] if case.how == "pmap" else x
-        if case.steered:
-            state.adacheck_inner.hyperparams["learning_rate"] = jnp.float32(0.01 / (number + 3))
+        x = np.random.default_rng(number).standard_normal((8, support.WIDTH)).astype(np.float32)
         before = jax.tree.map(np.asarray, lists_of(bound, {"params": params, "opt": state}))[:2]
-        params, state = step(params, state, jnp.asarray(x, case.param_dtype))
+        params, state = mapped(params, state, jnp.asarray(x))
         after = jax.tree.map(np.asarray, lists_of(bound, {"params": params, "opt": state}))
-        replayed = update(*before, *after[2:], ZERO)  # on one device
-        assert_same_bits(replayed, [np.array(x) for x in jax.tree.leaves(after[:2])])
-    assert case.mesh == (1, 1) or case.how == "pmap" or len(params["a"].sharding.device_set) > 1
+        assert_same_bits(update(*before, *after[2:], ZERO), host_copy(after[:2]))
 
 
 def test_small_leaves_that_pass_through_are_recorded_as_they_were_consumed():
