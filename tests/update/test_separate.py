@@ -124,21 +124,6 @@ def test_an_nnx_optimizer_and_an_nnx_state_are_taken(tmp_path, form):
 
 
 @pytest.mark.slow
-def test_a_run_goes_on_with_deltas_after_a_restore(tmp_path):
-    loop = loop_of(tmp_path, separate_run(mesh_of((4, 2)), REDUCING["muon"]))
-    loop.save(4)
-    loop.manager.close()
-    again = Loop(tmp_path, separate_run(mesh_of((4, 2)), REDUCING["muon"]))
-    again.states, again.run.state = loop.states, loop.run.state  # of which the shardings are taken
-    again.reopen(2)
-    again.run.count = 3
-    for step in (3, 4):
-        assert_same_bits(again.train(), loop.states[step])
-    again.save(1)
-    assert again.check() == "BRRRB"
-
-
-@pytest.mark.slow
 def test_extra_arguments_reach_the_update_and_are_recorded(tmp_path):
     tx = optax.chain(optax.adam(1e-2), optax.contrib.reduce_on_plateau(patience=1))
     loop = loop_of(tmp_path, separate_run(mesh_of((2, 2)), tx, value=jnp.float32(1.0)))
