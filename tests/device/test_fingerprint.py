@@ -25,15 +25,8 @@ SIGNED = ["int2", "int4", "int8", "int16", "int32", "int64"]
 INTEGERS = ["bool", *SIGNED, *(f"u{name}" for name in SIGNED)]
 FLOATS = ["bfloat16", "float16", "float32", "float64", "complex64", "complex128"]
 SMALL_FLOATS = [
-    "float4_e2m1fn",
-    "float8_e3m4",
-    "float8_e4m3",
-    "float8_e4m3b11fnuz",
-    "float8_e4m3fn",
-    "float8_e4m3fnuz",
-    "float8_e5m2",
-    "float8_e5m2fnuz",
-    "float8_e8m0fnu",
+    *("float4_e2m1fn", "float8_e3m4", "float8_e4m3", "float8_e4m3b11fnuz", "float8_e4m3fn"),
+    *("float8_e4m3fnuz", "float8_e5m2", "float8_e5m2fnuz", "float8_e8m0fnu"),
 ]
 NARROW = {"int2", "int4", "uint2", "uint4", "float4_e2m1fn"}
 SHAPES = [
