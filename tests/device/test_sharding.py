@@ -214,7 +214,6 @@ CODED = [[(3, 2), (2, 3)]]
         *((A_BOX, "cr", None, [each], "code") for each in ([], [(0, 0)], [(80, 1)])),
         *((A_BOX, "cr", None, [each], "code") for each in ([(1, 0)] * 2, [(2**60, 2**60)])),
     ],
-    ids=str,
 )
 def test_aliases_and_sizes_that_no_writer_tells_are_an_error(leaf, encodings, alias, sizes, told):
     aliases = [() if alias is None else (alias,)]
