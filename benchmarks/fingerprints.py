@@ -58,7 +58,7 @@ def device_rates(size_bytes: int, repeats: int) -> dict[str, float]:
             lambda x=array, f=total: f(x).block_until_ready(), size_bytes, repeats
         )
         rates[name] = rate_of(
-            lambda x=array: shard_sums.Summing({0: x}).dispatch({0: x}).sums(), size_bytes, repeats
+            lambda x=array: shard_sums.Summing({0: x}).dispatch({0: x})(), size_bytes, repeats
         )
     return rates
 

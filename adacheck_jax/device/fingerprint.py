@@ -133,7 +133,7 @@ class Contributions:
             boxes = self.replicas.setdefault(leaf, {})
             boxes.setdefault(box, {})[holder] = totals[n] if n in totals else picked[leaf][box]
         self._shards = []
-        for i, by_device in self._device.sums().items():
+        for i, by_device in self._device().items():
             sharding, shape = self._placed[i]
             devices = list(sharding.addressable_devices_indices_map(shape))  # as shards are ordered
             # Of replicas the one that is staged and written: they may differ.

@@ -9,8 +9,7 @@ of each shard.
 from __future__ import annotations
 
 import functools
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, cast
 
 import jax
@@ -20,11 +19,13 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from adacheck_jax.device import transfer
 from adacheck_jax.device.loops import shard_tables, xla_call
-from adacheck_jax.device.loops.programs import Place, Program, Result
+from adacheck_jax.device.loops.programs import Place, Program
 from adacheck_jax.device.sharding import boxes_by_device, is_on_one_device_here
-from adacheck_jax.device.trees import is_narrow
 from adacheck_jax.format.boxes import Box
 from adacheck_jax.format.fingerprint import from_words, weights
+
+DeviceSums = Callable[[], dict[int, dict[int, int]]]
+"""Waits for partial sums modulo 2**64 of the addressable shards, by leaf index and device id."""
 
 
 class Summing:
@@ -78,8 +79,7 @@ class Summing:
     ) -> None:
         """Add a program, for arrays or for the shards at some positions of them."""
         dtypes = [arrays[i].dtype for i, _ in places]
-        is_cpu = mesh.devices.flat[0].platform == "cpu"
-        calls_loops = is_cpu and xla_call.is_ready() and not any(map(is_narrow, dtypes))
+        calls_loops = xla_call.takes(mesh, dtypes)
         widths = tuple(each.itemsize for each in dtypes)
         function, table = _summing(mesh, specs, widths, tuple(boxes), calls_loops)
         given = [_given(arrays[i], n) for i, n in places]
@@ -98,27 +98,17 @@ class Summing:
         for places, program, table in self._groups:
             given = [arrays[i] if n is None else _given(arrays[i], n) for i, n in places]
             words.append(([i for i, _ in places], program(given, table)))
-        return DeviceSums(words)
 
+        def sums() -> dict[int, dict[int, int]]:
+            result: dict[int, dict[int, int]] = {}
+            for group, result_of in words:
+                for shard in result_of().addressable_shards:  # shape (1, len(group), 2)
+                    totals = from_words(np.asarray(shard.data)[0])
+                    for i, total in zip(group, totals, strict=True):
+                        result.setdefault(i, {})[shard.device.id] = total
+            return result
 
-@dataclass(frozen=True, slots=True)
-class DeviceSums:
-    """Partial sums that devices compute.
-
-    Attributes:
-        words: pairs of the leaf indices of one program and its result, (devices, leaves, 2).
-    """
-
-    words: Sequence[tuple[Sequence[int], Result]]
-
-    def sums(self) -> dict[int, dict[int, int]]:
-        """Partial sums modulo 2**64 of the addressable shards: leaf index to device id to sum."""
-        result: dict[int, dict[int, int]] = {}
-        for group, words in self.words:
-            for shard in words().addressable_shards:  # shape (1, len(group), 2)
-                for i, total in zip(group, from_words(np.asarray(shard.data)[0]), strict=True):
-                    result.setdefault(i, {})[shard.device.id] = total
-        return result
+        return sums
 
 
 def _given(array: jax.Array, position: int | None) -> jax.Array:

@@ -27,13 +27,12 @@ from adacheck_jax.update.params_search import (
     named_root,
     params_roots,
     params_under,
-    paths_under,
     pick,
     quoted,
 )
 from adacheck_jax.update.pinning.reductions import word_count
 from adacheck_jax.update.recorder import Recorder, reached_by
-from adacheck_jax.update.recorder_state import RecorderNode, find_nodes, passed_key
+from adacheck_jax.update.recorder_state import RecorderNode, find_nodes, passed_key, paths_under
 from adacheck_jax.update.recording.signatures import UpdateSignature
 
 _log = logging.getLogger(__name__)

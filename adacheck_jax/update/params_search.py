@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 
 from adacheck_jax.device import trees
 from adacheck_jax.errors import RecorderError, listed
-from adacheck_jax.update.recorder_state import RecorderNode
+from adacheck_jax.update.recorder_state import RecorderNode, paths_under
 
 _WRAPPER_SUFFIX = "/value"  # nnx.State keeps every array under one more key of this name
 
@@ -179,13 +179,6 @@ def named_root(
             f"{{{nearest[0]!r}: ...}})."
         )
     return nearest[0] if nearest else None
-
-
-def paths_under(root: str, leaves: Collection[str]) -> dict[str, str]:
-    """Leaf paths of a subtree in the state, by path relative to its root."""
-    below = _join(root, "")
-    found = {path.removeprefix(below): path for path in leaves if path.startswith(below)}
-    return found | ({"": root} if root in leaves else {})  # one bare array
 
 
 def params_under(

@@ -323,7 +323,7 @@ class Recorder(optax.GradientTransformationExtraArgs):
         inner: PyTree,
         params: PyTree,
         extra: Mapping[str, Any],
-        reduced: tuple[Any, Slots] = (None, ()),
+        reduced: tuple[Any, Slots],
     ) -> tuple[PyTree, PyTree]:
         """Run the wrapped transformation with the bits of the train step, by its trace if known.
 

@@ -152,17 +152,15 @@ def find_nodes(paths: Sequence[str]) -> list[RecorderNode]:
 
 def _node_at(prefix: str, count: str, paths: Sequence[str]) -> RecorderNode:
     below = f"{prefix}/" if prefix else ""
-
-    def under(field: str) -> dict[str, str]:
-        whole = f"{below}{field}"  # a bare array has no path below the field
-        return {
-            path.removeprefix(whole).removeprefix("/"): path
-            for path in paths
-            if path == whole or path.startswith(f"{whole}/")
-        }
-
     fields = (RECORD_FIELD, EXTRA_FIELD, PASSED_FIELD, INNER_FIELD, REDUCED_FIELD)
-    return RecorderNode(prefix, count, *map(under, fields))
+    return RecorderNode(prefix, count, *(paths_under(f"{below}{each}", paths) for each in fields))
+
+
+def paths_under(root: str, leaves: Collection[str]) -> dict[str, str]:
+    """Leaf paths of a subtree in the state, by path relative to its root."""
+    below = f"{root}/" if root else ""
+    found = {path.removeprefix(below): path for path in leaves if path.startswith(below)}
+    return found | ({"": root} if root in leaves else {})  # one bare array
 
 
 def places_without_recorder(

@@ -19,17 +19,14 @@ from jaxlib.mlir import ir
 
 def parse(module: bytes) -> None:
     """Run all native code that reads a program, a portable artifact, before parts are compiled."""
+    from jaxlib import _jax  # pyright: ignore[reportAttributeAccessIssue]
+
     with _context():
-        looked_at = ir.Module.parse(str(_deserialize(module).operation.get_asm()))
+        whole = _jax.mlir.deserialize_portable_artifact(module)
+        looked_at = ir.Module.parse(str(whole.operation.get_asm()))
         # As it is cut into parts.
         cut = looked_at.operation.get_asm(print_generic_op_form=True, use_local_scope=True)
         ir.Module.parse(str(cut))
-
-
-def _deserialize(module: bytes) -> Any:
-    from jaxlib import _jax  # pyright: ignore[reportAttributeAccessIssue]
-
-    return _jax.mlir.deserialize_portable_artifact(module)
 
 
 def _context() -> Any:

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import hashlib
 from typing import Any
 
 import jax
 
 from adacheck_jax.device import trees
+from adacheck_jax.format.manifest import Update
 from adacheck_jax.update import binding, params_search
 from adacheck_jax.update import program as update_program
 from tests.support import host_copy
@@ -39,3 +41,10 @@ def replay(bound: Any, before: Any, after: Any, function: Any = None) -> Any:
 def expected_of(bound: Any, after: Any) -> Any:
     """The bits that a replay is to give."""
     return host_copy(lists_of(bound, after)[:2])
+
+
+def note_of(data: bytes) -> Update:
+    """A manifest's note of an exported update."""
+    digests = {update_program.platform(): hashlib.sha256(data).hexdigest()}
+    rest = ((), (), (), (), (0,), ((0, 0, 0, 0),), (), (), "", "")
+    return Update(*rest, digests, jax.__version__, True)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import functools
+
 import jax
 import jax.export
 import jax.numpy as jnp
@@ -66,21 +68,24 @@ def scaled(p, i, r, _, zero):
     return [a - scale * b for a, b in zip(p, r, strict=True)], [a * scale for a in i]
 
 
-def test_equal_leaves_are_equal_parts_and_share_scalars(cuts):
-    assert compiled_alike(*exported(scaled, [LEAF] * 5, [LEAF] * 4, [LEAF] * 5, []))
+def shifted(p, i, r, e, _):
+    return [a - b * e[0][n % 3] for n, (a, b) in enumerate(zip(p, r, strict=True))], [i[0] + e[0]]
+
+
+@pytest.mark.parametrize(
+    ("function", "lists", "parts", "kinds", "shared"),
+    [
+        (scaled, ([LEAF] * 5, [LEAF] * 4, [LEAF] * 5, []), 9, 2, 1),
+        (shifted, ([LEAF] * 4, [SMALL], [LEAF] * 4, [SMALL]), 5, 2, 3),
+    ],
+    ids=["scalars", "a small argument"],
+)
+def test_equal_leaves_are_equal_parts_that_share(cuts, function, lists, parts, kinds, shared):
+    assert compiled_alike(*exported(function, *lists))
     (cut,) = cuts
-    assert len(cut.parts) == 9
-    assert len({each.text for each in cut.parts}) == 2
-    assert len(cut.shared.given) == 1
-
-
-def test_a_small_argument_may_be_shared_by_all_parts(cuts):
-    def run(p, i, r, e, _):
-        shared = [a - b * e[0][n % 3] for n, (a, b) in enumerate(zip(p, r, strict=True))]
-        return shared, [i[0] + e[0]]
-
-    assert compiled_alike(*exported(run, [LEAF] * 4, [SMALL], [LEAF] * 4, [SMALL]))
-    assert len({each.text for each in cuts[-1].parts}) == 2
+    assert len(cut.parts) == parts
+    assert len({each.text for each in cut.parts}) == kinds
+    assert len(cut.shared.given) == shared
 
 
 @pytest.mark.parametrize(
@@ -144,11 +149,11 @@ def test_whatever_the_operations_parts_compute_the_bits_of_the_whole(data):
 
 
 TX = {
-    "adamw": lambda: optax.adamw(1e-2),
-    "lion": lambda: optax.lion(1e-3),
-    "schedule": lambda: optax.sgd(optax.cosine_decay_schedule(0.1, 50), momentum=0.9),
-    "chain": lambda: optax.chain(optax.clip(0.1), optax.nadam(1e-3)),
-    "multi": lambda: {name: optax.adam(1e-2) for name in ("a", "b")},
+    "adamw": lambda: [optax.adamw(1e-2)],
+    "lion": lambda: [optax.lion(1e-3)],
+    "schedule": lambda: [optax.sgd(optax.cosine_decay_schedule(0.1, 50), momentum=0.9)],
+    "chain": lambda: [optax.chain(optax.clip(0.1), optax.nadam(1e-3))],
+    "two": lambda: [optax.adam(1e-2), optax.adam(1e-2)],
 }
 
 
@@ -158,44 +163,36 @@ TX = {
 @pytest.mark.parametrize("name", TX)
 def test_a_restore_computes_the_parts_bits(tmp_path, name, devices, dtype, cuts):
     """Twelve leaves of two shapes, on two shardings; two recorders each step their own half."""
-    mesh = jax.make_mesh((devices,), ("x",), axis_types=(jax.sharding.AxisType.Auto,))
-    split, whole = (NamedSharding(mesh, PartitionSpec(*axes)) for axes in (("x",), ()))
-    made = TX[name]()
-    record = jnp.bfloat16 if dtype == "float32" else None
-    txs = (
-        {k: adacheck.Recorder(tx, dtype=record) for k, tx in made.items()}
-        if isinstance(made, dict)
-        else {"a": adacheck.Recorder(made, dtype=record)}
-    )
-    params = {
-        k: {
+    mesh, record = support.mesh_of((devices,)), jnp.bfloat16 if dtype == "float32" else None
+    split, whole = (NamedSharding(mesh, PartitionSpec(*axes)) for axes in (("data",), ()))
+    recorders = [adacheck.Recorder(tx, dtype=record) for tx in TX[name]()]
+
+    def begin(k, recorder):
+        params = {
             f"{i:02}": jax.device_put(
-                jnp.full((8, width + i % 2), 1.0 + i, dtype), (split, whole)[i % 4 == 0]
+                jnp.full((8, 16 + 8 * k + i % 2), 1.0 + i, dtype), (split, whole)[i % 4 == 0]
             )
             for i in range(12)
         }
-        for k, width in zip(txs, (16, 24), strict=False)
-    }
-    state = {k: {"params": p, "opt_state": txs[k].init(p)} for k, p in params.items()}
+        return {"params": params, "opt_state": recorder.init(params)}
 
-    def stepped(own, recorder):
+    def stepped(recorder, own):
         gradients = jax.tree.map(lambda p: jnp.sin(p * 1e3), own["params"])
         updates, opt_state = recorder.update(gradients, own["opt_state"], own["params"])
         return {"params": optax.apply_updates(own["params"], updates), "opt_state": opt_state}
 
     @jax.jit
     def step(state, number):
-        return {
-            k: jax.lax.cond(
-                number % 2 == n, lambda own, r=txs[k]: stepped(own, r), lambda x: x, own
+        pairs = enumerate(zip(recorders, state, strict=True))
+        return [
+            jax.lax.cond(
+                number % len(state) == k, functools.partial(stepped, recorder), lambda x: x, own
             )
-            if len(txs) > 1
-            else stepped(own, txs[k])
-            for n, (k, own) in enumerate(state.items())
-        }
+            for k, (recorder, own) in pairs
+        ]
 
+    state = [begin(*each) for each in enumerate(recorders)]
     saved = {}
-    recorders = [*txs.values()]
     handler = adacheck.AdaCheckHandler(recorders[0] if len(recorders) == 1 else recorders)
     with support.manager_of(tmp_path, handler) as manager:
         for number in range(5):

@@ -20,25 +20,13 @@ from adacheck_jax.update.elements.host_fold import HostFold, UnfitError
 ARITHMETIC = Arithmetic.current()
 SHAPES = {"a": (37, 11), "b": (64,), "c": (37, 11), "d": (), "e": (3, 5, 7), "empty": (0, 4)}
 
+CLIP = optax.clip_by_global_norm(0.1)
 OPTIMIZERS = {
     "adamw": lambda: optax.adamw(optax.linear_schedule(1e-2, 1e-3, 5)),
+    "clip": lambda: optax.apply_if_finite(optax.chain(CLIP, optax.amsgrad(1e-2)), 3),
     "sgd": lambda: optax.sgd(1e-2, momentum=0.9, nesterov=True),
-    "lion": lambda: optax.lion(1e-2),
-    "amsgrad": lambda: optax.amsgrad(1e-2),
-    "rmsprop": lambda: optax.rmsprop(1e-2, momentum=0.5),
-    "masked decay": lambda: optax.adamw(
-        1e-2, mask=lambda params: jax.tree.map(lambda x: x.ndim > 1, params)
-    ),
-    "plain": lambda: optax.sgd(1e-2),
-    "clip": lambda: optax.chain(optax.clip_by_global_norm(0.1), optax.adamw(1e-2)),
-    "clip by mean": lambda: optax.chain(optax.clip_by_block_rms(1e-3), optax.adam(1e-2)),
     "lamb": lambda: optax.lamb(1e-2),
-    "if finite": lambda: optax.apply_if_finite(
-        optax.chain(optax.clip_by_global_norm(0.1), optax.adamw(1e-2)), 3
-    ),
-    "accumulated": lambda: optax.MultiSteps(
-        optax.chain(optax.clip_by_global_norm(0.1), optax.adamw(1e-2)), 2
-    ).gradient_transformation(),
+    "accumulated": lambda: optax.MultiSteps(optax.lion(1e-2), 2).gradient_transformation(),
 }
 
 
@@ -101,11 +89,7 @@ def test_every_step_has_the_bits_of_training(name, dtype, monkeypatch):
             fold.advance((0,))
             for i in (*params, *inner):
                 ((_, found),) = fold.blocks(i).items()
-                np.testing.assert_array_equal(
-                    found.view(np.uint8) if found.ndim else found,
-                    np.asarray(state.arrays[i]).view(np.uint8) if found.ndim else state.arrays[i],
-                    structure.leaves[i].path,
-                )
+                assert found.tobytes() == np.asarray(state.arrays[i]).tobytes(), i
 
 
 @pytest.mark.slow

@@ -88,29 +88,37 @@ def test_devices_and_host_take_the_same_samples(monkeypatch, shape, axis_type, h
     assert_same_samples(arrays_on(mesh_of(shape, axis_type), dtypes))
 
 
-@pytest.mark.slow
-def test_64_bit_leaves_are_sampled():
-    with jax.enable_x64(True):
-        dtypes = ("float64", "int64", "complex128")
-        assert_same_samples(arrays_on(mesh_of((4, 2)), dtypes))
-
-
-def test_a_mesh_of_one_device_may_have_explicit_axes_of_any_name():
+def on_one_explicit_device():
+    """Its axes may have any name."""
     mesh = jax.make_mesh((1,), ("d",), axis_types=(AxisType.Explicit,))
     arrays = [jnp.arange(90.0 * 80).reshape(90, 80), jnp.float32(3)]
-    sharding = [NamedSharding(mesh, PartitionSpec("d")), NamedSharding(mesh, PartitionSpec())]
-    assert_same_samples(jax.device_put(arrays, sharding))
+    return jax.device_put(arrays, [NamedSharding(mesh, PartitionSpec(*x)) for x in ("d", "")])
 
 
-def test_leaves_of_several_meshes_and_of_the_host_are_sampled_together():
+def on_several_meshes_and_the_host():
     arrays = [*arrays_on(mesh_of((4, 2)), ("float32",)), *arrays_on(mesh_of((1,)), ("float32",))]
-    arrays += [jnp.ones((128, 128)), jnp.arange(7), np.arange(9000.0), np.float32(3)]
-    assert_same_samples(arrays, numbers=(2,))
+    return [*arrays, jnp.ones((128, 128)), jnp.arange(7), np.arange(9000.0), np.float32(3)]
 
 
-def test_what_pmap_returns_is_sampled_where_it_lies():
+def of_pmap():
     values = np.random.default_rng(0).standard_normal((8, 90, 80)).astype(np.float32)
-    assert_same_samples([jax.pmap(jnp.sin)(values), jax.pmap(jnp.cos)(values)], numbers=range(3))
+    return [jax.pmap(jnp.sin)(values), jax.pmap(jnp.cos)(values)]
+
+
+def of_64_bits():
+    return arrays_on(mesh_of((4, 2)), ("float64", "int64", "complex128"))
+
+
+@pytest.mark.parametrize(
+    "made",
+    [
+        *(on_one_explicit_device, on_several_meshes_and_the_host, of_pmap),
+        pytest.param(of_64_bits, marks=pytest.mark.slow),
+    ],
+)
+def test_leaves_of_any_kind_are_sampled_where_they_lie(made):
+    with jax.enable_x64(made is of_64_bits):
+        assert_same_samples(made())
 
 
 @pytest.mark.parametrize("shape", MESHES, ids=str)

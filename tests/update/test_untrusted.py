@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 import subprocess
 import sys
 from pathlib import Path
@@ -14,11 +13,11 @@ import pytest
 
 import adacheck_jax as adacheck
 from adacheck_jax.errors import FormatError, IntegrityError
-from adacheck_jax.format.manifest import Update
 from adacheck_jax.store.steps import lookup, manifest_file
 from adacheck_jax.update import exported_program, untrusted
 from adacheck_jax.update import program as update_program
 from tests import support
+from tests.update.replaying import note_of
 
 ENDED = Path(__file__).parents[1] / "fuzz/corpus/ended"
 GOOD = Path(__file__).parents[1] / "fuzz/corpus/update/sgd.stablehlo"
@@ -44,12 +43,9 @@ def processes(monkeypatch):
     return started
 
 
-def load(data: bytes):
-    digests = {update_program.platform(): hashlib.sha256(data).hexdigest()}
-    update = Update(
-        (), (), (), (), (0,), ((0, 0, 0, 0),), (), (), "", "", digests, jax.__version__, True
-    )
-    return exported_program.load(data, update, "update.stablehlo")
+def load(data: bytes, noted: bytes | None = None):
+    note = note_of(data if noted is None else noted)
+    return exported_program.load(data, note, "update.stablehlo")
 
 
 @pytest.mark.parametrize("name", ["abort", "segfault"])
@@ -86,12 +82,8 @@ def test_a_good_program_is_parsed_elsewhere_once(processes):
 
 
 def test_bytes_that_do_not_match_their_digest_are_not_even_parsed(processes):
-    digests = {update_program.platform(): hashlib.sha256(b"another").hexdigest()}
-    update = Update(
-        (), (), (), (), (0,), ((0, 0, 0, 0),), (), (), "", "", digests, jax.__version__, True
-    )
     with pytest.raises(IntegrityError, match="digest"):
-        exported_program.load(GOOD.read_bytes(), update, "update.stablehlo")
+        load(GOOD.read_bytes(), b"another")
     assert not processes
 
 

@@ -42,7 +42,7 @@ class Copying:
         for (mesh, _), group in groups.items():
             found: list[Any] = [arrays[index] for index in group]
             types, shardings = tuple(x.aval for x in found), tuple(x.sharding for x in found)
-            calls_loops = _calls_loops(mesh, types)
+            calls_loops = xla_call.takes(mesh, [x.dtype for x in types])
             self._groups.append((group, _copier(mesh, types, shardings, (*group,), calls_loops)))
 
     def is_compiled(self) -> bool:
@@ -116,9 +116,3 @@ class _CopyProgram:
 
 
 _copier = functools.lru_cache(maxsize=64)(_CopyProgram)
-
-
-def _calls_loops(mesh: Mesh | None, avals: Sequence[Any]) -> bool:
-    """True if a compiled loop copies such arrays on a mesh."""
-    is_cpu = mesh is not None and mesh.devices.flat[0].platform == "cpu"
-    return is_cpu and xla_call.is_ready() and not any(is_narrow(x.dtype) for x in avals)

@@ -17,7 +17,7 @@ from __future__ import annotations
 
 import logging
 import threading
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from concurrent.futures import Future
 from typing import Any
 
@@ -25,9 +25,11 @@ import jax
 import jax.ffi
 import jax.numpy as jnp
 import numpy as np
+from jax.sharding import Mesh
 
 from adacheck_jax.device.background import in_background
 from adacheck_jax.device.loops import shard_tables
+from adacheck_jax.device.trees import is_narrow
 from adacheck_jax.format import byte_loops, fingerprint
 from adacheck_jax.format.boxes import Box
 
@@ -94,6 +96,12 @@ def begin() -> None:
 def is_ready() -> bool:
     """True if programs can call the loops by now."""
     return any(each.done() and each.result() for each in _trials)
+
+
+def takes(mesh: Mesh | None, dtypes: Iterable[Any]) -> bool:
+    """True if programs on a mesh can call the loops by now, for elements of these types."""
+    is_cpu = mesh is not None and mesh.devices.flat[0].platform == "cpu"
+    return is_cpu and is_ready() and not any(map(is_narrow, dtypes))
 
 
 def wait() -> bool:

@@ -24,6 +24,7 @@ from adacheck_jax.update.pinning.flat_jaxpr import (
     without_equal_scalars,
 )
 from adacheck_jax.update.pinning.rules import ELEMENTWISE
+from adacheck_jax.update.recording.signatures import abstract
 
 ROW = 128
 """Elements of a row. XLA may compile shorter rows to other arithmetic."""
@@ -80,7 +81,7 @@ def row_program(
         given = iter(flat.inputs[len(consts) :])
         rows, consts, avals = _traced(
             function,
-            [[_struct(avals[next(given)]) for _ in each] for each in specs],
+            [[abstract(avals[next(given)]) for _ in each] for each in specs],
             switches,
             flat,
             len(consts),
@@ -146,10 +147,6 @@ def _traced(
     variables = [*closed.jaxpr.constvars, *closed.jaxpr.invars]
     avals = {ref: var.aval for ref, var in zip(flat.inputs, variables, strict=True)}
     return flat, closed.consts, avals
-
-
-def _struct(aval: Any) -> jax.ShapeDtypeStruct:
-    return jax.ShapeDtypeStruct(aval.shape, aval.dtype)
 
 
 def _row_of(aval: Any) -> Any:

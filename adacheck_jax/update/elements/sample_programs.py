@@ -43,6 +43,11 @@ _AT_ONCE = 32
 _RANK = 32
 """Largest number of axes of an array."""
 
+_Cuts = Sequence[tuple[slice, np.dtype]]
+_SampleProgram = tuple[Program, jax.Array, _Cuts]
+"""A program that samples some leaves, and all that are alike; the table of its places; and where in
+its result the elements of each data type are."""
+
 Part = Callable[[], np.ndarray]
 """Waits for elements of some leaves of one data type, a row a device."""
 
@@ -158,7 +163,7 @@ class MeshSampler:
         function: Any,
         leaves: Sequence[SampledLeaf],
         rows: np.ndarray,
-        cuts: Sequence[tuple[slice, np.dtype]],
+        cuts: _Cuts,
         places: Sequence[Place] | None = None,
     ) -> _SampleProgram:
         """The compiled program of a function of the shards, starts and a table of one device.
@@ -181,7 +186,7 @@ class MeshSampler:
         program = Program(jax.jit(function), self._mesh, specs, tables, places)
         program.compile()
         table = jax.device_put(self._placed(rows), self._sharding)
-        return _SampleProgram(program, table, cuts)
+        return program, table, cuts
 
     def _placed(self, rows: np.ndarray) -> Any:
         """A table with the row of each device that samples on that device."""
@@ -193,13 +198,12 @@ class MeshSampler:
         """Start to take a sample; for each part what waits for its elements."""
         placed = self._placed(starts)
         outputs = [
-            each.program([arrays[i] for i in leaves], placed, each.table)
-            for leaves, each in self._programs
+            (program([arrays[i] for i in leaves], placed, table), cuts)
+            for leaves, (program, table, cuts) in self._programs
         ]
-        pairs = zip(outputs, self._programs, strict=True)
-        return [part for x, (_, each) in pairs for part in self._parts_of(x, each.cuts)]
+        return [part for each in outputs for part in self._parts_of(*each)]
 
-    def _parts_of(self, output: Result, cuts: Sequence[tuple[slice, np.dtype]]) -> Iterator[Part]:
+    def _parts_of(self, output: Result, cuts: _Cuts) -> Iterator[Part]:
         """The rows of a result, in the order of the devices, on their way to the host."""
 
         def rows() -> list[jax.Array]:
@@ -215,21 +219,6 @@ class MeshSampler:
             return (parts[0] if len(parts) == 1 else np.concatenate(parts)).view(dtype)
 
         return (functools.partial(elements, *each) for each in cuts)
-
-
-@dataclass(frozen=True, slots=True)
-class _SampleProgram:
-    """A program that samples some leaves, and all that are alike.
-
-    Attributes:
-        program: the program.
-        table: its places.
-        cuts: where in its result the elements of each data type are.
-    """
-
-    program: Program
-    table: jax.Array
-    cuts: Sequence[tuple[slice, np.dtype]]
 
 
 def _block(shard: jax.Array, shape: Sequence[int], offset: jax.Array) -> jax.Array:

@@ -33,7 +33,15 @@ from adacheck_jax.errors import RecorderError
 from adacheck_jax.update.pinning import reductions
 from adacheck_jax.update.pinning.branches import cheap, without_branches
 from adacheck_jax.update.pinning.fence import fence
-from adacheck_jax.update.pinning.flat_jaxpr import Flat, Group, Op, evaluate, flatten, groups
+from adacheck_jax.update.pinning.flat_jaxpr import (
+    Flat,
+    Group,
+    Op,
+    bodies,
+    evaluate,
+    flatten,
+    groups,
+)
 from adacheck_jax.update.pinning.reductions import Slots
 from adacheck_jax.update.pinning.rules import KNOWN, PinningRule, rules_of
 
@@ -236,10 +244,8 @@ def _names_mesh(jaxpr: Any) -> bool:
     """True if an operation is told where its result lies."""
     given = [value for eqn in jaxpr.eqns for value in eqn.params.values()]
     parts = [x for value in given for x in (value if isinstance(value, tuple | list) else [value])]
-    inner = [getattr(x, "jaxpr", x) for x in parts]
-    return any(isinstance(x, jax.sharding.Sharding) for x in parts) or any(
-        _names_mesh(x) for x in inner if hasattr(x, "eqns")
-    )
+    inner = [body for eqn in jaxpr.eqns for body in bodies(eqn)]
+    return any(isinstance(x, jax.sharding.Sharding) for x in parts) or any(map(_names_mesh, inner))
 
 
 class _PinnedJaxpr:
