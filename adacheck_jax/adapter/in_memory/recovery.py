@@ -34,32 +34,40 @@ class NoFilesError(ShadowFileError):
     """No process has a file of the root."""
 
 
-def expected_item(
-    exchange: Exchange, root: AnyPath, found: Sequence[FoundFile], named: str | None, wanted: PyTree
-) -> str:
-    """The item whose states the files of all processes have, if all want the same state.
+def found_files(
+    exchange: Exchange, directory: str, root: str, named: str | None, wanted: PyTree
+) -> tuple[list[FoundFile], str]:
+    """This process's files with states of a root, and the item of all, if all want the same state.
 
     Raises:
         MismatchError: they want other leaves.
-        NoFilesError: there is none.
-        ValueError: there are several.
+        NoFilesError: no process has any.
+        ValueError: there are states of several items.
     """
+    every = step_file.files_in(directory)
+    found = [x for x in every if x.place.root == root and named in (None, x.place.item)]
     own: Report = {
         "items": sorted({each.place.item for each in found}),
         "state": {} if jax.process_count() == 1 else inputs.described(wanted),
     }
 
     def judge(reports: Sequence[Report]) -> Report:
-        inputs.expect_same([each["state"] for each in reports], str(root))
+        inputs.expect_same([each["state"] for each in reports], root)
         return {"items": sorted({x for each in reports for x in each["items"]})}
 
     items = exchange.turn(own, judge)["items"]
     if len(items) > 1:
-        raise several_items(items)
+        raise ValueError(
+            f"expected the states of one item in memory, found those of {', '.join(items)}. Name "
+            "one of them (item=...)."
+        )
     if not items:
         of_item = "" if named is None else f" of item {named!r}"
-        raise NoFilesError(f"no process has states{of_item} of {root} in memory")
-    return items[0]
+        places = [each.place for each in every]
+        others = sorted({f"{x.root} (item {x.item!r})" if x.item else x.root for x in places})
+        beside = f"; there are some of {', '.join(others)}" if others else ""
+        raise NoFilesError(f"{directory} has no states{of_item} of {root}{beside}")
+    return found, items[0]
 
 
 class Delivery:
@@ -127,30 +135,3 @@ def _users(leaf: Any, boxes: Mapping[Box, int]) -> Mapping[Box, Sequence[int]]:
         return dict.fromkeys(boxes, (*range(jax.process_count()),))
     needed = shared_reads.needed_by(leaf.sharding, leaf.shape)
     return users_of(needed, leaf.shape, cuts_of(boxes, leaf.shape))
-
-
-def found_files(directory: str, root: str, item: str | None) -> list[FoundFile]:
-    """The files in a directory that have states of a root.
-
-    Raises:
-        NoFilesError: there are none, in a process alone.
-    """
-    every = step_file.files_in(directory)
-    places = [each.place for each in every]
-    found = [x for x in every if x.place.root == root and item in (None, x.place.item)]
-    if not found and jax.process_count() == 1:
-        others = ", ".join(
-            sorted({f"{x.root} (item {x.item!r})" if x.item else x.root for x in places})
-        )
-        beside = f"; there are some of {others}" if others else ""
-        named = "" if item is None else f" of item {item!r}"
-        raise NoFilesError(f"{directory} has no states{named} of {root}{beside}")
-    return found
-
-
-def several_items(items: Sequence[str]) -> ValueError:
-    """The error of a directory that has states of several items."""
-    return ValueError(
-        f"expected the states of one item in memory, found those of {', '.join(items)}. Name one "
-        "of them (item=...)."
-    )
