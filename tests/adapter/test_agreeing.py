@@ -9,7 +9,6 @@ import pytest
 
 from adacheck_jax.errors import AdaCheckError, IntegrityError
 from adacheck_jax.processes.attempts import RestoreAgreement
-from adacheck_jax.processes.meetings import ALONE
 from adacheck_jax.processes.run import Processes
 from adacheck_jax.processes.service import Patience
 from tests.adapter.memory_service import MemoryService
@@ -81,11 +80,3 @@ def test_who_tries_again_is_told_by_who_does_not(leaving):
     assert told[leaving] == "IntegrityError: damaged"
     other = f"AdaCheckError: process {leaving} could not restore (IntegrityError: damaged)."
     assert told[1 - leaving] == other
-
-
-def test_a_process_alone_waits_for_nobody():
-    agreement = RestoreAgreement(ALONE)
-    with agreement.agreed(), agreement.agreed():
-        pass
-    with pytest.raises(IntegrityError), agreement.agreed():
-        raise IntegrityError("damaged")

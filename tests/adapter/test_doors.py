@@ -30,7 +30,6 @@ from tests.support import (
     kinds_of,
     manager_of,
     mesh_of,
-    save_steps,
 )
 
 COMMIT_FILE = ocp.options.AtomicityOptions(mode=ocp.options.AtomicityMode.COMMIT_FILE)
@@ -324,29 +323,3 @@ def test_a_second_save_into_a_directory_is_not_committed_by_the_first(tmp_path):
     assert_same_bits(handler.restore(directory), [7.0 + np.arange(3.0)])
     with pytest.raises(adacheck.AdaCheckError, match="expected to commit a save"):
         handler.finalize(epath.Path(tmp_path / "1"))
-
-
-def test_one_handler_serves_two_items_two_managers_and_two_runs_one_after_another(tmp_path):
-    run, other = dict_run(mesh_of((2, 2))), dict_run(mesh_of((2, 2)))
-    other.count = 50
-    handler = AdaCheckHandler(run.recorder)
-    both = {"gen": run, "disc": other}
-    target = abstract(run.state)
-    with (
-        manager_of(tmp_path / "a", dict.fromkeys(both, handler)) as one,
-        manager_of(tmp_path / "b", handler) as two,
-    ):
-        for step in range(3):
-            states = {name: SaveArgs(each.advance()) for name, each in both.items()}
-            one.save(step, args=ocp.args.Composite(**states))
-            two.save(step, args=states["disc"])
-        for each in (one, two):
-            each.wait_until_finished()
-        for name, each in both.items():
-            args = ocp.args.Composite(**{name: RestoreArgs(target)})
-            assert_same_bits(one.restore(2, args=args)[name], host_copy(each.state))
-        assert_same_bits(two.restore(2, args=RestoreArgs(target)), host_copy(other.state))
-    assert [kinds_of(tmp_path / "a", name) for name in both] == ["BDD", "BDD"]
-    with manager_of(tmp_path / "b", handler) as again:
-        saved = save_steps(again, other, 1)
-        assert_same_bits(again.restore(54, args=RestoreArgs(target)), saved[54])

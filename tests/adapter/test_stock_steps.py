@@ -126,15 +126,6 @@ def test_a_stock_item_beside_ours_is_no_stock_step(tmp_path):
     )
 
 
-def test_ls_names_stock_steps(mixed_root):
-    root, _, _ = mixed_root
-    told = CliRunner().invoke(main.app, ["ls", str(root)])
-    assert "what stock Orbax saved cannot be verified" in told.stdout
-    found = json.loads(CliRunner().invoke(main.app, ["ls", str(root), "--json"]).stdout)
-    assert found["stock_steps"] == [3, 5]
-    assert [step["step"] for step in found["steps"] if step["kind"] != "stock"] == [1, 2, 4]
-
-
 def test_v1_says_that_a_stock_step_was_not_verified(tmp_path, caplog):
     caplog.set_level(logging.WARNING)
     weights = {"a": jnp.arange(8.0), "b": jnp.ones(2)}

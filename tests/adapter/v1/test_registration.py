@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import jax.numpy as jnp
 import optax
 import pytest
 from orbax.checkpoint import v1 as ocp
@@ -52,22 +51,6 @@ def test_a_context_takes_options_and_handlers_of_its_parent(tmp_path):
     assert kinds_of(tmp_path) == "B"
 
 
-def test_a_state_of_another_name(tmp_path):
-    run = dict_run(mesh_of((2, 2)))
-    handler = adacheck.AdaCheckHandler(run.recorder)
-    context = adacheck.v1.context(handler, checkpointable_name="train")
-    with context, checkpointer_of(tmp_path) as checkpointer:
-        for _ in range(2):
-            run.advance()
-            weights = {"ema": jnp.full(3, run.count)}
-            checkpointer.save_checkpointables(run.count, {"train": run.state, "state": weights})
-        assert_same_bits(checkpointer.load(2), [jnp.full(3, 2)])
-        found = checkpointer.load(2, abstract(run.state), checkpointable_name="train")
-        assert int(found["step"]) == 2
-    assert kinds_of(tmp_path, "train") == "BD"
-    assert handler.restored.step == 2
-
-
 def test_a_registry_of_ones_own(tmp_path):
     run, told = dict_run(mesh_of((2, 2))), []
     registry = ocp.handlers.local_registry(include_global_registry=False)
@@ -83,17 +66,6 @@ def test_a_registry_of_ones_own(tmp_path):
     assert [(each.step, each.kind) for each in told] == [(1, "base"), (2, "delta"), (3, "base")]
     assert handler.last_save == told[-1]
     assert handler.restored.step == 2
-
-
-def test_two_runs_do_not_mix(tmp_path):
-    contexts, runs = [], [dict_run(mesh_of((2, 2))) for _ in range(2)]
-    for run in runs:
-        contexts.append(adacheck.v1.context(adacheck.AdaCheckHandler(run.recorder)))
-    for _ in range(2):
-        for name, run, context in zip("ab", runs, contexts, strict=True):
-            with context, checkpointer_of(tmp_path / name) as checkpointer:
-                save_steps(checkpointer, run, 1)
-    assert [kinds_of(tmp_path / name) for name in "ab"] == ["BD", "BD"]
 
 
 def test_a_name_that_is_taken_is_refused():
