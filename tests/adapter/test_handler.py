@@ -16,13 +16,11 @@ import pytest
 from jax.sharding import AxisType
 
 import adacheck_jax as adacheck
-from adacheck_jax.format import manifest
 from adacheck_jax.store.steps import lookup, manifest_file
 from tests import support
 from tests.support import (
     abstract,
     assert_same_bits,
-    assert_steps,
     host_copy,
     kinds_of,
     manager_of,
@@ -85,23 +83,6 @@ class TestDecisions:
             "note changed from float32[3] to float32[4]",
             "the tree changed: notes where note was",
         ]
-
-    def test_what_changes_without_an_update_is_stored_and_no_record(self, tmp_path):
-        run = support.dict_run(mesh_of((4, 2)))
-        with manager_of(tmp_path, adacheck.AdaCheckHandler(run.recorder)) as manager:
-            saved = save_steps(manager, run, 2)
-            state = {**run.state, "step": run.state["step"] + 100}
-            saved |= save(manager, 7, state)
-            params = {**run.state["params"], "scale": run.state["params"]["scale"] * 2}
-            saved |= save(manager, 8, {**state, "params": params})
-        assert_steps(tmp_path, saved, run.state)
-        paths = [leaf.path for leaf in manifest_file.read(tmp_path / "1" / "default").leaves]
-        for step, path in ((7, "step"), (8, "params/scale")):
-            delta = manifest_file.read(tmp_path / str(step) / "default")
-            assert isinstance(delta, manifest.DeltaManifest)
-            assert not delta.has_update
-            assert [paths[i] for i in delta.stored] == [path]
-        assert "params/scale" in delta.caution.reason
 
     def test_a_delta_holds_the_record_and_what_no_update_explains(self, tmp_path):
         run = support.dict_run(mesh_of((4, 2)), dtype=jnp.bfloat16)

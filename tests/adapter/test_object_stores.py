@@ -21,7 +21,6 @@ from adacheck_jax.tools import repair as of_repair
 from tests.support import (
     abstract,
     assert_same_bits,
-    batch,
     dict_run,
     host_copy,
     kinds_of,
@@ -131,33 +130,6 @@ def test_no_delta_is_left_behind_a_parent_that_is_gone(root, lost):
         args = adacheck.RestoreArgs(abstract(run.state))
         assert_same_bits(manager.restore(manager.latest_step(), args=args), saved)
     assert kinds_of(root)[-1] == "B"
-
-
-@pytest.mark.slow
-def test_of_two_jobs_that_save_a_step_one_is_told(root):
-    first, second = dict_run(mesh_of((1, 1))), dict_run(mesh_of((1, 1)))
-    with manager_of(root, first) as one:
-        saved = save_steps(one, first, 2)
-        with manager_of(root, second) as two:
-            args = adacheck.RestoreArgs(abstract(first.state))
-            second.state = two.restore(2, args=args)
-            # The first job lingers: it has begun a step, which the second one saves meanwhile.
-            with pytest.MonkeyPatch.context() as patch:
-                commit = manifest_file.write
-
-                def late(*args):
-                    patch.undo()
-                    second.state = second.train_step(second.state, batch(99))
-                    saved[3] = host_copy(second.state)
-                    two.save(3, args=adacheck.SaveArgs(second.state))
-                    two.wait_until_finished()
-                    return commit(*args)
-
-                patch.setattr(manifest_file, "write", late)
-                with pytest.raises(StorageError, match="expected one writer"):
-                    save_steps(one, first, 1)
-    with manager_of(root, first) as manager:
-        assert_same_bits(manager.restore(3, args=args), saved[3])
 
 
 @pytest.mark.slow

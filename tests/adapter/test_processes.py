@@ -1,7 +1,8 @@
-"""Reports of processes about a save; they are threads here, and the service a dict."""
+"""Reports of processes about saves and restores; they are threads here, and the service a dict."""
 
 from __future__ import annotations
 
+import functools
 import re
 import threading
 from collections.abc import Callable
@@ -13,8 +14,14 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from adacheck_jax.errors import AdaCheckError, MismatchError, StorageError
+from adacheck_jax.errors import (
+    AdaCheckError,
+    IntegrityError,
+    MismatchError,
+    StorageError,
+)
 from adacheck_jax.processes import run as this_run
+from adacheck_jax.processes.attempts import RestoreAgreement
 from adacheck_jax.processes.meetings import Exchange
 from adacheck_jax.processes.messages import Message
 from adacheck_jax.processes.run import Processes
@@ -274,3 +281,64 @@ def test_several_processes_without_a_service_are_refused(monkeypatch):
     monkeypatch.setattr(jax, "process_count", lambda: 2)
     with pytest.raises(AdaCheckError, match=r"2 processes .* call jax.distributed.initialize"):
         this_run.exchange("/run/3")
+
+
+def restoring(run: Run, restore: Callable[[RestoreAgreement, int], str]) -> list[str]:
+    """What each process returns that restores, or the error that it raises."""
+
+    def one(index: int) -> str:
+        exchange = run.processes[index].exchange("a step", is_save=False)
+        agreement = RestoreAgreement(exchange)
+        try:
+            return restore(agreement, index)
+        except AdaCheckError as error:
+            agreement.leave(error)
+            return f"{type(error).__name__}: {error}"
+
+    found = together(*(functools.partial(one, n) for n in range(run.count)))
+    return [each.result() for each in found]
+
+
+@pytest.mark.parametrize("failing", [0, 1, 2])
+@pytest.mark.parametrize("place", ["before", "within", "between", "after"])
+def test_where_one_fails_all_try_the_next_attempt_alike(run_of, failing, place):
+    def restore(agreement: RestoreAgreement, index: int) -> str:
+        def fail_at(here: str) -> None:
+            if index == failing and here == place:
+                raise IntegrityError("damaged")
+
+        try:
+            with agreement.agreed():
+                fail_at("before")
+                with agreement.agreed():
+                    fail_at("within")
+                fail_at("between")
+                with agreement.agreed():
+                    pass
+                fail_at("after")
+        except IntegrityError as error:
+            with agreement.agreed():
+                return str(error)
+        return "went on"
+
+    told = restoring(run_of(3), restore)
+    assert told.pop(failing) == "damaged"
+    assert {*told} == {f"process {failing} could not restore (IntegrityError: damaged)."}
+
+
+@pytest.mark.parametrize("leaving", [0, 1])
+def test_who_tries_again_is_told_by_who_does_not(run_of, leaving):
+    def restore(agreement: RestoreAgreement, index: int) -> str:
+        try:
+            with agreement.agreed():
+                raise IntegrityError("damaged")
+        except IntegrityError:
+            if index == leaving:
+                raise
+            with agreement.agreed():
+                return "went on"
+
+    told = restoring(run_of(2), restore)
+    assert told[leaving] == "IntegrityError: damaged"
+    other = f"AdaCheckError: process {leaving} could not restore (IntegrityError: damaged)."
+    assert told[1 - leaving] == other

@@ -11,46 +11,6 @@ from tests.adapter.v1.common import checkpointer_of, save_steps
 from tests.support import abstract, assert_same_bits, dict_run, kinds_of, mesh_of
 
 
-class Note:
-    """A checkpointable that only a user's own handler knows."""
-
-
-class NoteHandler(ocp.handlers.CheckpointableHandler):
-    async def save(self, directory, checkpointable):
-        async def write():
-            ((await directory.await_creation()) / "note").touch()
-
-        return write()
-
-    async def load(self, directory, abstract_checkpointable=None):
-        async def read():
-            assert (directory / "note").exists()
-            return Note()
-
-        return read()
-
-    def is_handleable(self, checkpointable):
-        return isinstance(checkpointable, Note)
-
-    def is_abstract_handleable(self, abstract_checkpointable):
-        return isinstance(abstract_checkpointable, Note)
-
-
-def test_a_context_takes_options_and_handlers_of_its_parent(tmp_path):
-    parent = ocp.Context()
-    parent.asynchronous.timeout_secs = 77
-    parent.checkpointables.registry = ocp.handlers.local_registry().add(NoteHandler)
-    run = dict_run(mesh_of((2, 2)))
-    with adacheck.v1.context(adacheck.AdaCheckHandler(run.recorder), parent=parent) as context:
-        assert context.asynchronous.timeout_secs == 77
-        with checkpointer_of(tmp_path) as checkpointer:
-            run.advance()
-            checkpointer.save_checkpointables(1, {"state": run.state, "note": Note()})
-            target = {"state": abstract(run.state), "note": None}
-            assert isinstance(checkpointer.load_checkpointables(1, target)["note"], Note)
-    assert kinds_of(tmp_path) == "B"
-
-
 def test_a_registry_of_ones_own(tmp_path):
     run, told = dict_run(mesh_of((2, 2))), []
     registry = ocp.handlers.local_registry(include_global_registry=False)
