@@ -9,8 +9,7 @@ import time
 
 from adacheck_jax.adapter import inputs
 from adacheck_jax.adapter.arguments import RestoreArgs, RestoreInfo
-from adacheck_jax.adapter.in_memory.recovery import Delivery, NoFilesError, found_files
-from adacheck_jax.adapter.in_memory.replaying import replay
+from adacheck_jax.adapter.recovery import Delivery, NoFilesError, found_files, replay
 from adacheck_jax.adapter.reports import Announcer, OnSave
 from adacheck_jax.adapter.restoring import finding
 from adacheck_jax.adapter.restoring.outcome import Restored, stock_info
