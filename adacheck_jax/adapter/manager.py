@@ -100,7 +100,9 @@ def checkpoint_manager(
 
 
 def save_base(root: str, step: int, state: PyTree, item: str) -> None:
-    """Save a state as a base in a root of its own, without an update; its item ``default`` alone.
+    """Save a state as a base in a root of its own, without an update.
+
+    An item named ``default`` is saved alone, as by a manager of one item.
 
     Raises:
         AdaCheckError: it cannot be saved.

@@ -214,26 +214,6 @@ def test_who_waits_for_nobody_is_told_with_the_beats(loops_of, differing):
     assert f"process {differing}" in told
 
 
-def test_who_comes_late_is_waited_for(loops_of, monkeypatch):
-    has_looked, difference = threading.Event(), Processes.difference
-
-    def looked(self: Processes, calls: Calls, among: Any) -> str:
-        try:
-            return difference(self, calls, among)
-        finally:
-            has_looked.set()
-
-    monkeypatch.setattr(Processes, "difference", looked)
-
-    def late(manager: Lockstep) -> Any:
-        saves(2)(manager)
-        has_looked.clear()
-        assert has_looked.wait(60)
-        return saves(3)(manager)
-
-    assert [each.result() for each in loops_of(2).run(saves(2, 3), late)] == [3, 3]
-
-
 def test_a_step_that_could_not_be_recorded_is_no_call(loops_of):
     def refused(manager: Lockstep) -> Any:
         saves(2)(manager)

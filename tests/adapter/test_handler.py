@@ -11,6 +11,7 @@ import textwrap
 import jax
 import jax.numpy as jnp
 import numpy as np
+import optax
 import orbax.checkpoint as ocp
 import pytest
 from jax.sharding import AxisType
@@ -21,6 +22,7 @@ from tests import support
 from tests.support import (
     abstract,
     assert_same_bits,
+    assert_steps,
     host_copy,
     kinds_of,
     manager_of,
@@ -54,6 +56,40 @@ def test_every_step_restores_bit_exact_on_every_mesh(tmp_path, form, save_mesh):
                 assert_same_bits(found, saved[step])
                 for leaf, wanted in zip(*map(jax.tree.leaves, (found, target)), strict=True):
                     assert leaf.sharding == wanted.sharding
+
+
+@pytest.mark.first(2)
+@pytest.mark.parametrize(
+    "params",
+    [
+        {
+            "a": jnp.ones(16),
+            "a/value": jnp.ones(16),
+            "layers": [jnp.ones(3), ({"w": jnp.ones(9)},)],
+        },
+        jnp.linspace(0.0, 1.0, 16),
+        {"value": jnp.ones(16), "value/value": jnp.full(16, 2.0)},
+        {"tied": jnp.ones(16), "half": jnp.ones(16, jnp.bfloat16)},
+    ],
+    ids=["a and a/value", "bare array", "value/value", "mixed types"],
+)
+def test_params_of_odd_shapes_and_names(tmp_path, params):
+    """Gradients come from outside: XLA:CPU would fuse their computation into the update."""
+    recorder = adacheck.Recorder(optax.adam(1e-2))
+
+    @jax.jit
+    def update(state, grads):
+        updates, opt_state = recorder.update(grads, state["opt_state"], state["params"])
+        return {"params": optax.apply_updates(state["params"], updates), "opt_state": opt_state}
+
+    def step(state, _data):
+        return update(state, jax.tree.map(lambda p: jnp.sin(p * 10), state["params"]))
+
+    run = support.Run(recorder, {"params": params, "opt_state": recorder.init(params)}, step)
+    with manager_of(tmp_path, adacheck.AdaCheckHandler(recorder)) as manager:
+        saved = save_steps(manager, run, 3)
+    assert kinds_of(tmp_path) == "BDD"
+    assert_steps(tmp_path, saved, run.state)
 
 
 def save(manager, step, state):

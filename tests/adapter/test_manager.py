@@ -102,7 +102,7 @@ def test_a_step_that_another_holds_is_restored_by_its_number(tmp_path, run, name
                 state, extra = adacheck.SaveArgs(run.state), ocp.args.JsonSave({"n": number})
                 manager.save(number, args=ocp.args.Composite(state=state, json=extra))
             else:
-                assert manager.handler.record_step(run.state, number)
+                assert manager.handler.record_step(run.state, jnp.int32(number))
         manager.wait_until_finished()
         wanted = adacheck.RestoreArgs(abstract(run.state))
         with pytest.raises(FileNotFoundError, match=r"its state alone, recorded in step 4\."):
@@ -122,8 +122,8 @@ def test_a_root_may_be_relative_or_in_the_home_directory(tmp_path, monkeypatch):
     state = {"x": jnp.ones(3), "n": 3, "key": jax.random.key(0)}
     for root, place in (("here", "here"), ("~/there", "home/there")):
         with adacheck.checkpoint_manager(root, delta="bits") as manager:
-            for step in (1, 2):
-                manager.save(step, args=adacheck.SaveArgs(state | {"n": step}))
+            for step in (np.int64(1), 2):
+                manager.save(step, args=adacheck.SaveArgs(state | {"n": int(step)}))
             manager.wait_until_finished()
             assert manager.restore(2)["n"] == 2
         assert (tmp_path / place / "2/default").is_dir()

@@ -425,6 +425,7 @@ def test_a_leaf_of_a_stock_step_that_is_taken_twice_has_two_buffers(tmp_path):
     state = {"params": params, "opt": recorder.init(params)}
     with adacheck.checkpoint_manager(tmp_path / "root", recorder) as manager:
         state = manager.restore(0, args=adacheck.RestoreArgs(state))
+    assert_same_bits(state, host_copy({"params": params, "opt": recorder.init(params)}))
     pointers = [x.unsafe_buffer_pointer() for x in jax.tree.leaves(state) if x.size]
     assert len({*pointers}) == len(pointers)  # else a donating step refuses the state
 

@@ -30,6 +30,11 @@ def save_stock(root, step, state):
         manager.save(step, args=ocp.args.StandardSave(state))
 
 
+def listed(root):
+    """The steps as ``adacheck ls`` gives them to programs."""
+    return json.loads(CliRunner().invoke(main.app, ["ls", str(root), "--json"]).stdout)
+
+
 def test_a_checkpointer_without_a_manager(tmp_path):
     state = {"a": jnp.arange(4.0)}
     with ocp.StandardCheckpointer() as checkpointer:
@@ -74,6 +79,9 @@ def test_stock_steps_alone_are_no_reason_to_begin_anew(tmp_path):
     save_stock(tmp_path, 7, {"a": jnp.arange(3.0)})
     with pytest.raises(IntegrityError, match=r"7.*which nothing can verify"):
         adacheck.latest_restorable(tmp_path)
+    told = CliRunner().invoke(main.app, ["ls", str(tmp_path)]).stdout
+    assert "what stock Orbax saved cannot be verified" in told
+    assert listed(tmp_path)["stock_steps"] == [7]
 
 
 def test_a_stock_item_beside_ours_is_no_stock_step(tmp_path):
@@ -85,12 +93,7 @@ def test_a_stock_item_beside_ours_is_no_stock_step(tmp_path):
         }
         manager.save(1, args=ocp.args.Composite(**args))
     assert adacheck.latest_restorable(tmp_path) == 1
-    assert (
-        json.loads(CliRunner().invoke(main.app, ["ls", str(tmp_path), "--json"]).stdout)[
-            "stock_steps"
-        ]
-        == []
-    )
+    assert listed(tmp_path)["stock_steps"] == []
 
 
 def test_v1_says_that_a_stock_step_was_not_verified(tmp_path, caplog):
