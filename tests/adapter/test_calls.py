@@ -299,16 +299,19 @@ KEEPING = "with Shadow(directory=..., copies={}, records=None)"
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    ("mode", "other"),
-    [("apart", KEEPING.format(1)), ("alone", "without Shadow(directory=...)")],
+    ("mode", "here", "other"),
+    [
+        ("apart", KEEPING.format(0), KEEPING.format(1)),
+        ("alone", KEEPING.format(adacheck.Shadow().copies), "without Shadow(directory=...)"),
+    ],
 )
-def test_real_processes_raise_where_they_keep_memory_in_different_ways(tmp_path, mode, other):
+def test_real_processes_raise_where_they_keep_memory_in_different_ways(tmp_path, mode, here, other):
     out = tmp_path / "out"
     launch(f"save4.save4.{mode}", 2, tmp_path / "root", out, 1, WORKER)
     for n in range(2):
         (error,) = Path(f"{out}-errors{n}").read_text().splitlines()
         assert error.startswith("open: ")
-        assert f"found a handler {KEEPING.format(0)}, items=[], " in error
+        assert f"found a handler {here}, items=[], " in error
         assert f"where process 1 called a handler {other}, items=[], " in error
 
 
