@@ -10,7 +10,6 @@
         state = checkpointer.load(step, abstract_state)
 """
 
-from adacheck_jax.adapter.v1.checkpointer import checkpointer
-from adacheck_jax.adapter.v1.registration import context, register
+from adacheck_jax.adapter.v1.checkpointer import checkpointer, context, register
 
 __all__ = ["checkpointer", "context", "register"]

@@ -185,21 +185,19 @@ class AdaCheckHandler(ocp.AsyncCheckpointHandler):
         """
         with directories.made_even_if_refused(directory):
             return await self._run.saves.write(
-                located(str(directory)), *self._begin(directory, args)
+                located(str(directory)), self._begin(directory, args)
             )
 
-    def _begin(self, directory: epath.Path, args: SaveArgs) -> tuple[Begun, SaveArgs]:
+    def _begin(self, directory: epath.Path, args: SaveArgs) -> Begun:
         path = located(str(directory))
-        begun, stored = self._run.saves.begin(
-            path, lambda: directories.place_while_saved(path), args
-        )
+        begun = self._run.saves.begin(path, lambda: directories.place_while_saved(path), args)
         with self._lock:
             # Several saves may be under way: items of one step, or several managers. A save that
             # this process never commits (it failed, or another process commits) is dropped when
             # its line goes on.
             self._begun = {p: each for p, each in self._begun.items() if each.line != begun.line}
             self._begun[begun.final] = begun
-        return begun, stored
+        return begun
 
     def record_step(self, state: PyTree, step: int | None = None) -> bool:
         """Takes hold of a step that the next save writes together with its own.
@@ -277,7 +275,7 @@ class AdaCheckHandler(ocp.AsyncCheckpointHandler):
     def save(self, directory: epath.Path, args: SaveArgs) -> None:
         """Save synchronously, also inside a running event loop; see :meth:`async_save`."""
         with directories.made_even_if_refused(directory), ThreadPoolExecutor(1) as thread:
-            writing = self._run.saves.write(located(str(directory)), *self._begin(directory, args))
+            writing = self._run.saves.write(located(str(directory)), self._begin(directory, args))
             futures = thread.submit(asyncio.run, writing).result()
         for future in futures:
             future.result()

@@ -20,9 +20,11 @@ from orbax.checkpoint.checkpoint_managers import (
 )
 
 from adacheck_jax.adapter import directories
+from adacheck_jax.adapter.arguments import SaveArgs, in_item
 from adacheck_jax.adapter.away.orbax_manager import AdaCheckManager
 from adacheck_jax.adapter.handler import AdaCheckHandler, HandlerOptions
 from adacheck_jax.device.loops import xla_call
+from adacheck_jax.device.trees import PyTree
 from adacheck_jax.plan.options import Shadow
 from adacheck_jax.schedule.adaptive import AdaptivePolicy
 from adacheck_jax.store.retention import KeepLineage
@@ -95,6 +97,21 @@ def checkpoint_manager(
     if not (found.read_only or made.all_steps()):  # a restore that comes first it would hold up
         xla_call.begin()
     return made
+
+
+def save_base(root: str, step: int, state: PyTree, item: str) -> None:
+    """Save a state as a base in a root of its own, without an update.
+
+    An item named ``default`` is saved alone, as by a manager of one item.
+
+    Raises:
+        AdaCheckError: it cannot be saved.
+    """
+    is_alone = item == "default"
+    with checkpoint_manager(
+        root, delta="bits", items=None if is_alone else {}, item=item
+    ) as manager:
+        manager.save(step, args=in_item(SaveArgs(state), None if is_alone else item))
 
 
 def _expect_items(

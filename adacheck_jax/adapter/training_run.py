@@ -9,13 +9,7 @@ import time
 
 from adacheck_jax.adapter import inputs
 from adacheck_jax.adapter.arguments import RestoreArgs, RestoreInfo
-from adacheck_jax.adapter.in_memory.recovery import (
-    Delivery,
-    NoFilesError,
-    expected_item,
-    found_files,
-)
-from adacheck_jax.adapter.in_memory.replaying import replay
+from adacheck_jax.adapter.recovery import Delivery, NoFilesError, found_files, replay
 from adacheck_jax.adapter.reports import Announcer, OnSave
 from adacheck_jax.adapter.restoring import finding
 from adacheck_jax.adapter.restoring.outcome import Restored, stock_info
@@ -29,7 +23,6 @@ from adacheck_jax.memory.files.shadow_file import ShadowFileError
 from adacheck_jax.plan.options import Options
 from adacheck_jax.processes.attempts import RestoreAgreement
 from adacheck_jax.processes.consent import Consent
-from adacheck_jax.schedule.stopwatch import Clock
 from adacheck_jax.store.steps import roots
 from adacheck_jax.store.steps.roots import Place
 from adacheck_jax.store.storage.location import AnyPath, located
@@ -44,7 +37,6 @@ class TrainingRun:
     Args:
         recorder: the :class:`Recorder`, or several.
         options: the caller's choices.
-        clock: a monotonic clock, by which costs are measured.
         on_save: called with the report of each save that this process committed.
 
     Attributes:
@@ -55,13 +47,9 @@ class TrainingRun:
     """
 
     def __init__(
-        self,
-        recorder: RecorderArgument,
-        options: Options,
-        clock: Clock = time.monotonic,
-        on_save: OnSave | None = None,
+        self, recorder: RecorderArgument, options: Options, on_save: OnSave | None = None
     ) -> None:
-        self._options, self._clock = options, clock
+        self._options = options
         recorders = recorders_of(recorder)
         if options.shadow_directory is not None and not recorders:
             raise ValueError(
@@ -71,9 +59,9 @@ class TrainingRun:
         self.has_recorder = bool(recorders)
         self.restored: RestoreInfo | None = None
         self.stock, self._announcer = StockCheckpoints(), Announcer(on_save)
-        self.lines = Lines(recorders, options, clock)
-        self.saves = Saves(self.lines, self.stock, self._announcer, clock)
-        self._restorer = StepRestorer(self.stock, recorders, options.params_path, clock)
+        self.lines = Lines(recorders, options)
+        self.saves = Saves(self.lines, self.stock, self._announcer)
+        self._restorer = StepRestorer(self.stock, recorders, options.params_path)
 
     @property
     def described(self) -> str:
@@ -141,19 +129,19 @@ class TrainingRun:
                 "outlives its process. Make it with AdaCheckHandler(..., "
                 'shadow=Shadow(directory="/dev/shm/...")).'
             )
-        there, known, begin_s = located(str(root)), None, self._clock()
+        there, known, begin_s = located(str(root)), None, time.monotonic()
         exchange, delivery = lines.exchange(f"{there} in memory"), Delivery(there)
         lines.calls.note("recover() or restore_newest()")
         try:
             inputs.expect_tree(abstract_state)
-            found = found_files(str(self._options.shadow_directory), shadow_root(there), item)
-            name = expected_item(exchange, there, found, item, abstract_state)
+            where = str(self._options.shadow_directory), shadow_root(there)
+            found, name = found_files(exchange, *where, item, abstract_state)
             known = finding.newest(there, name or None)
             saver = lines.saver_of(Place((there, name or None), None))
             with lines.consent(lines.exchange(f"{there}, recovered")) as consent:
                 args = abstract_state, known, found, exchange, delivery.deliver, replay, consent
                 made = saver.resumer.recover(*args)
-            saver.note("recover_s", self._clock() - begin_s)
+            saver.note("recover_s", time.monotonic() - begin_s)
         except ShadowFileError as error:
             is_first = isinstance(error, NoFilesError) and not finding.has_steps(there)
             _log.log(

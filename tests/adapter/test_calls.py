@@ -113,23 +113,9 @@ def test_all_that_call_alike_hear_what_process_0_decided(loops_of, count):
     assert [each.result() for each in found] == [3] * count
 
 
-@pytest.mark.parametrize("count", [2, 3])
-@pytest.mark.parametrize(
-    ("here", "others", "names"),
-    [
-        (saves(2, 3), records(3, saves(4)), (r"save\(3\)", r"record_step\(3\)")),
-        (records(3, saves(4)), saves(2, 3), (r"record_step\(3\)", r"save\(3\)")),
-        (saves(2, 3), saves(2, 4), (r"save\(3\)", r"save\(4\)")),
-        (records(3, saves(5)), records(4, saves(5)), (r"record_step\(3\)", r"record_step\(4\)")),
-    ],
-)
-def test_calls_that_differ_are_named_in_all(loops_of, here, others, names, count):
-    (told,) = raised(loops_of(count).run(here, others))
-    first, second = names
-    assert re.search(rf"found {first} in process 0 where process [12] called {second}\.", told)
-
-
 def restores(step: int, leaf: str = "x") -> Callable[[Lockstep], Any]:
+    """A loop that restores a step, which is a call too."""
+
     def loop(manager: Lockstep) -> Any:
         saves(2)(manager)
         manager.meet(f"restore({step})", lambda: {leaf: "float32[3]"}, expect_same)
@@ -140,16 +126,21 @@ def restores(step: int, leaf: str = "x") -> Callable[[Lockstep], Any]:
 
 @pytest.mark.parametrize("count", [2, 3])
 @pytest.mark.parametrize(
-    ("here", "others", "names"),
+    ("here", "others", "first", "second"),
     [
-        (restores(2), restores(1), (r"restore\(2\)", r"restore\(1\)")),
-        (saves(2, 3), restores(2), (r"save\(3\)", r"restore\(2\)")),
-        (restores(2), saves(2, 3), (r"restore\(2\)", r"save\(3\)")),
+        (saves(2, 3), records(3, saves(4)), "save(3)", "record_step(3)"),
+        (records(3, saves(4)), saves(2, 3), "record_step(3)", "save(3)"),
+        (saves(2, 3), saves(2, 4), "save(3)", "save(4)"),
+        (records(3, saves(5)), records(4, saves(5)), "record_step(3)", "record_step(4)"),
+        (restores(2), restores(1), "restore(2)", "restore(1)"),
+        (saves(2, 3), restores(2), "save(3)", "restore(2)"),
+        (restores(2), saves(2, 3), "restore(2)", "save(3)"),
     ],
 )
-def test_restores_are_calls_too(loops_of, here, others, names, count):
+def test_calls_that_differ_are_named_in_all(loops_of, here, others, first, second, count):
     (told,) = raised(loops_of(count).run(here, others))
-    assert re.search(rf"found {names[0]} in process 0 where process [12] called {names[1]}", told)
+    names = re.escape(f"found {first} in process 0"), re.escape(f" called {second}.")
+    assert re.search(rf"{names[0]} where process [12]{names[1]}", told)
 
 
 @pytest.mark.parametrize("differing", [0, 1, 2])
@@ -221,26 +212,6 @@ def test_who_waits_for_nobody_is_told_with_the_beats(loops_of, differing):
     every[differing] = records(3, until_told)
     (told,) = raised(loops_of(3).run(*every))
     assert f"process {differing}" in told
-
-
-def test_who_comes_late_is_waited_for(loops_of, monkeypatch):
-    has_looked, difference = threading.Event(), Processes.difference
-
-    def looked(self: Processes, calls: Calls, among: Any) -> str:
-        try:
-            return difference(self, calls, among)
-        finally:
-            has_looked.set()
-
-    monkeypatch.setattr(Processes, "difference", looked)
-
-    def late(manager: Lockstep) -> Any:
-        saves(2)(manager)
-        has_looked.clear()
-        assert has_looked.wait(60)
-        return saves(3)(manager)
-
-    assert [each.result() for each in loops_of(2).run(saves(2, 3), late)] == [3, 3]
 
 
 def test_a_step_that_could_not_be_recorded_is_no_call(loops_of):
@@ -323,28 +294,25 @@ def test_real_processes_raise_and_lose_nothing_that_all_had(tmp_path, mode, call
             assert bits == leaves(Path(f"{out}-saved{step}.npz")), step
 
 
-@pytest.mark.slow
-@pytest.mark.first(1)
-def test_real_processes_raise_where_they_keep_memory_in_different_ways(tmp_path):
-    out = tmp_path / "out"
-    launch("save4.save4.apart", 2, tmp_path / "root", out, 1, WORKER)
-    one, other = (f"a handler with Shadow(directory=..., copies={n}, records=None)" for n in (0, 1))
-    for n in range(2):
-        (error,) = Path(f"{out}-errors{n}").read_text().splitlines()
-        assert error.startswith("open: ")
-        assert f"found {one}, items=[], " in error
-        assert f"where process 1 called {other}, items=[], " in error
+KEEPING = "with Shadow(directory=..., copies={}, records=None)"
 
 
 @pytest.mark.slow
-@pytest.mark.first(1)
-def test_who_alone_keeps_memory_does_not_wait_for_the_others_there(tmp_path):
+@pytest.mark.parametrize(
+    ("mode", "here", "other"),
+    [
+        ("apart", KEEPING.format(0), KEEPING.format(1)),
+        ("alone", KEEPING.format(adacheck.Shadow().copies), "without Shadow(directory=...)"),
+    ],
+)
+def test_real_processes_raise_where_they_keep_memory_in_different_ways(tmp_path, mode, here, other):
     out = tmp_path / "out"
-    launch("save4.save4.alone", 2, tmp_path / "root", out, 1, WORKER)
+    launch(f"save4.save4.{mode}", 2, tmp_path / "root", out, 1, WORKER)
     for n in range(2):
         (error,) = Path(f"{out}-errors{n}").read_text().splitlines()
         assert error.startswith("open: ")
-        assert "where process 1 called a handler without Shadow(directory=...), items=[], " in error
+        assert f"found a handler {here}, items=[], " in error
+        assert f"where process 1 called a handler {other}, items=[], " in error
 
 
 @pytest.mark.slow

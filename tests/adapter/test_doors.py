@@ -1,15 +1,20 @@
-"""Every door by which Orbax lets a handler in; what enters by one goes on by another."""
+"""Every door by which Orbax lets a handler in; what enters by one goes on by another.
+
+Also steps that Orbax does not rename but marks: the protocol of object stores, on a local root.
+"""
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
+import dataclasses
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import orbax.checkpoint as ocp
 import pytest
@@ -19,7 +24,7 @@ from orbax.checkpoint import v1
 import adacheck_jax as adacheck
 from adacheck_jax import AdaCheckHandler, RestoreArgs, SaveArgs
 from adacheck_jax.errors import FormatError, LineageError
-from adacheck_jax.store.steps import marks
+from adacheck_jax.store.steps import lookup, marks, roots
 from adacheck_jax.tools import audit
 from tests.support import (
     WIDTH,
@@ -31,6 +36,7 @@ from tests.support import (
     manager_of,
     mesh_of,
     save_steps,
+    without_links,
 )
 
 COMMIT_FILE = ocp.options.AtomicityOptions(mode=ocp.options.AtomicityMode.COMMIT_FILE)
@@ -326,27 +332,90 @@ def test_a_second_save_into_a_directory_is_not_committed_by_the_first(tmp_path):
         handler.finalize(epath.Path(tmp_path / "1"))
 
 
-def test_one_handler_serves_two_items_two_managers_and_two_runs_one_after_another(tmp_path):
-    run, other = dict_run(mesh_of((2, 2))), dict_run(mesh_of((2, 2)))
-    other.count = 50
+MARK = "commit_success.txt"
+"""File by which Orbax marks a step that it does not rename."""
+MARKED: Any = {"atomicity_options": COMMIT_FILE}
+
+
+@pytest.mark.parametrize("lost", [[MARK], [f"default/{MARK}", MARK]])
+def test_a_step_whose_save_was_killed_does_not_exist(tmp_path, lost):
+    run = dict_run(mesh_of((1, 1)))
+    with manager_of(tmp_path, AdaCheckHandler(run.recorder), **MARKED) as manager:
+        saved = save_steps(manager, run, 3)
+    assert all((tmp_path / "2/default" / name).exists() for name in (MARK, marks.IN_PLACE))
+    for name in lost:  # written in this order, after our manifest
+        (tmp_path / "3" / name).unlink()
+    (tmp_path / "3/_CHECKPOINT_METADATA").touch()
+    assert adacheck.latest_restorable(tmp_path) == 2
+    assert kinds_of(tmp_path) == "BD"
+    report = audit.verify_root(tmp_path)
+    assert [step.step for step in report.steps] == [1, 2]
+    assert [(each.path, each.is_temporary) for each in report.leftovers] == [("3", True)]
     handler = AdaCheckHandler(run.recorder)
-    both = {"gen": run, "disc": other}
-    target = abstract(run.state)
-    with (
-        manager_of(tmp_path / "a", dict.fromkeys(both, handler)) as one,
-        manager_of(tmp_path / "b", handler) as two,
-    ):
-        for step in range(3):
-            states = {name: SaveArgs(each.advance()) for name, each in both.items()}
-            one.save(step, args=ocp.args.Composite(**states))
-            two.save(step, args=states["disc"])
-        for each in (one, two):
-            each.wait_until_finished()
-        for name, each in both.items():
-            args = ocp.args.Composite(**{name: RestoreArgs(target)})
-            assert_same_bits(one.restore(2, args=args)[name], host_copy(each.state))
-        assert_same_bits(two.restore(2, args=RestoreArgs(target)), host_copy(other.state))
-    assert [kinds_of(tmp_path / "a", name) for name in both] == ["BDD", "BDD"]
-    with manager_of(tmp_path / "b", handler) as again:
-        saved = save_steps(again, other, 1)
-        assert_same_bits(again.restore(54, args=RestoreArgs(target)), saved[54])
+    with pytest.raises(LineageError, match="expected a step that Orbax has committed"):
+        handler.restore(tmp_path / "3/default")
+    args = RestoreArgs(abstract(run.state), skip_damaged=True)
+    assert_same_bits(handler.restore(tmp_path / "3/default", args), saved[2])
+    with manager_of(tmp_path, AdaCheckHandler(run.recorder), **MARKED) as manager:
+        assert manager.all_steps() == [1, 2]  # Orbax removes what was not committed
+        run.state, run.count = manager.restore(2, args=RestoreArgs(abstract(run.state))), 2
+        again = save_steps(manager, run, 1)
+        assert_same_bits(again[3], saved[3])
+    assert kinds_of(tmp_path) == "BDD"
+
+
+def test_a_step_that_orbax_did_not_commit_is_no_parent(tmp_path, monkeypatch):
+    class Failing(commit_file_class()):
+        fails = False
+
+        async def finalize(self):
+            if self.fails and self.get().name == "default":
+                raise OSError("no space left on device")
+            await super().finalize()
+
+    run = dict_run(mesh_of((1, 1)))
+    handler = AdaCheckHandler(run.recorder)
+    with manager_of(tmp_path, handler, temporary_path_class=Failing) as manager:
+        save_steps(manager, run, 1)
+        monkeypatch.setattr(Failing, "fails", True)
+        with pytest.raises(OSError, match="no space left"):
+            save_steps(manager, run, 1)
+        assert adacheck.latest_restorable(tmp_path) == 1
+        monkeypatch.setattr(Failing, "fails", False)
+        save_steps(manager, run, 2)
+    assert [step.step for step in roots.steps_of(tmp_path)] == [1, 3, 4]
+    assert kinds_of(tmp_path) == "BBD"
+
+
+def test_a_parent_that_is_referred_to_is_committed_too(tmp_path):
+    run = dict_run(mesh_of((1, 1)))
+    keep = adacheck.KeepLineage(ocp.checkpoint_managers.LatestN(9))
+    handler = AdaCheckHandler(run.recorder, keep_lineage=keep)
+    options = {**MARKED, "preservation_policy": keep}
+    with without_links(), manager_of(tmp_path, handler, **options) as manager:
+        save_steps(manager, run, 2)
+    assert kinds_of(tmp_path) == "BD"
+    (tmp_path / "1" / MARK).unlink()
+    with pytest.raises(LineageError, match=r"/1/default: expected a step that Orbax"):
+        lookup.resolve(tmp_path / "2/default")
+
+
+def test_numbers_in_names_of_items_and_directories(tmp_path):
+    """They are no step numbers; and an item that was copied elsewhere is whole."""
+    run = dict_run(mesh_of((1, 1)))
+    handlers = {"ema_2": AdaCheckHandler(run.recorder)}
+    options = {**MARKED, "step_prefix": "at"}
+    with manager_of(tmp_path, handlers, **options) as manager:
+        for step in (10, 20):
+            args = ocp.args.Composite(ema_2=SaveArgs(run.advance()))
+            manager.save(step, args=args)
+    found = roots.steps_of(tmp_path, "ema_2")
+    assert [each.step for each in found] == [10, 20]
+    assert found[-1].directory == tmp_path / "at_20" / "ema_2"
+    assert kinds_of(tmp_path) == "BD"
+    with manager_of(tmp_path / "root", AdaCheckHandler()) as manager:
+        manager.save(5, args=SaveArgs({"x": jnp.arange(3.0)}))
+    (tmp_path / "copies").mkdir()
+    item = (tmp_path / "root/5/default").rename(tmp_path / "copies/best")
+    assert_same_bits(AdaCheckHandler().restore(item), host_copy(jnp.arange(3.0)))
+    assert dataclasses.astuple(roots.place_of(item)) == ((tmp_path / "copies", None), None)

@@ -5,7 +5,6 @@ import uuid
 from urllib.parse import unquote
 
 import jax
-import numpy as np
 import orbax.checkpoint as ocp
 import pytest
 from etils import epath
@@ -22,7 +21,6 @@ from adacheck_jax.tools import repair as of_repair
 from tests.support import (
     abstract,
     assert_same_bits,
-    batch,
     dict_run,
     host_copy,
     kinds_of,
@@ -85,20 +83,6 @@ def test_steps_are_saved_retained_and_restored_on_other_meshes(root, caplog):
 
 
 @pytest.mark.slow
-@pytest.mark.first(1)
-def test_a_policy_that_the_manager_does_not_know_keeps_nothing(root, caplog):
-    run = dict_run(mesh_of((1, 1)))
-    handler = adacheck.AdaCheckHandler(run.recorder, keep_lineage=kept())
-    with stock_manager(root, handler, max_to_keep=2) as manager:
-        saved = save_steps(manager, run, 5)
-        args = adacheck.RestoreArgs(abstract(run.state))
-        for step in manager.all_steps():
-            assert_same_bits(manager.restore(step, args=args), saved[step])
-    assert kinds_of(root) == "BB"
-    assert "give both the same keep = adacheck.KeepLineage" in caplog.text
-
-
-@pytest.mark.slow
 @pytest.mark.parametrize("store", ["gcs"], indirect=True)  # of S3 tensorstore asks twice
 def test_a_delta_is_six_requests(root, store):
     run = dict_run(mesh_of((1, 1)))
@@ -146,33 +130,6 @@ def test_no_delta_is_left_behind_a_parent_that_is_gone(root, lost):
         args = adacheck.RestoreArgs(abstract(run.state))
         assert_same_bits(manager.restore(manager.latest_step(), args=args), saved)
     assert kinds_of(root)[-1] == "B"
-
-
-@pytest.mark.slow
-def test_of_two_jobs_that_save_a_step_one_is_told(root):
-    first, second = dict_run(mesh_of((1, 1))), dict_run(mesh_of((1, 1)))
-    with manager_of(root, first) as one:
-        saved = save_steps(one, first, 2)
-        with manager_of(root, second) as two:
-            args = adacheck.RestoreArgs(abstract(first.state))
-            second.state = two.restore(2, args=args)
-            # The first job lingers: it has begun a step, which the second one saves meanwhile.
-            with pytest.MonkeyPatch.context() as patch:
-                commit = manifest_file.write
-
-                def late(*args):
-                    patch.undo()
-                    second.state = second.train_step(second.state, batch(99))
-                    saved[3] = host_copy(second.state)
-                    two.save(3, args=adacheck.SaveArgs(second.state))
-                    two.wait_until_finished()
-                    return commit(*args)
-
-                patch.setattr(manifest_file, "write", late)
-                with pytest.raises(StorageError, match="expected one writer"):
-                    save_steps(one, first, 1)
-    with manager_of(root, first) as manager:
-        assert_same_bits(manager.restore(3, args=args), saved[3])
 
 
 @pytest.mark.slow
@@ -297,41 +254,6 @@ def test_numbers_and_keys_are_saved_on_s3_and_restored_as_what_they_were(s3):
         assert isinstance(described["number"], ocp.metadata.ScalarMetadata)
 
 
-def test_host_arrays_and_descriptions_need_no_file_system(s3):
-    root = f"{s3.url}/{uuid.uuid4().hex}"
-    state = {"array": np.arange(3.0), "number": np.float64(2), "device": jax.numpy.ones(2)}
-    with stock_manager(root, adacheck.AdaCheckHandler()) as manager:
-        manager.save(1, args=adacheck.SaveArgs(state))
-        manager.wait_until_finished()
-        for args in (adacheck.RestoreArgs(state), adacheck.RestoreArgs()):
-            assert_same_bits(manager.restore(1, args=args), host_copy(state))
-        described = manager.item_metadata(1).tree
-    assert {name: leaf.shape for name, leaf in described.items()} == {
-        "array": (3,),
-        "number": (),
-        "device": (2,),
-    }
-
-
-def test_a_base_with_numbers_and_keys_is_read_from_any_storage_and_by_stock_orbax(s3, tmp_path):
-    state = with_every_kind({"array": np.ones(3)})
-    with adacheck.checkpoint_manager(tmp_path, max_deltas=0) as manager:
-        manager.save(1, args=adacheck.SaveArgs(state))
-    stock = ocp.StandardCheckpointer().restore(tmp_path / "1/default")
-    assert kinds_in(stock) == kinds_in(state)
-    assert_same_bits(stock, host_copy(state))
-    root = f"{s3.url}/{uuid.uuid4().hex}"
-    for file in tmp_path.rglob("*"):
-        if file.is_file():
-            (located(root) / str(file.relative_to(tmp_path))).write(file.read_bytes())
-    (located(root) / "1" / marks.COMMIT_MARK).write(b"")
-    (located(root) / "1/default" / marks.COMMIT_MARK).write(b"")
-    with adacheck.checkpoint_manager(root) as manager:
-        restored = manager.restore(1, args=adacheck.RestoreArgs(state))
-    assert kinds_in(restored) == kinds_in(state)
-    assert_same_bits(restored, host_copy(state))
-
-
 @pytest.mark.parametrize("store", ["gcs"], indirect=True)  # a checkpointer renames elsewhere
 @pytest.mark.parametrize("place", ["run_7/5", "run_7/final", "final", "20261123/step_5"])
 def test_a_checkpointer_and_a_handler_alone_save_under_any_name(root, place):
@@ -371,14 +293,6 @@ def test_what_may_not_be_read_now_is_not_damaged(root, store):
             CliRunner().invoke(app, ["repair", root])
             assert {*located(root).list()} == before
             store.proxy.reset()
-
-
-@pytest.mark.first(1)
-def test_the_top_of_a_bucket_is_a_root_to_tools(store):
-    runner = CliRunner()
-    for command in ("ls", "verify"):
-        found = runner.invoke(app, [command, store.url])
-        assert "Errno" not in found.output
 
 
 @pytest.mark.slow

@@ -44,7 +44,7 @@ def events():
     listeners.unregister_scalar_listener(listen)
 
 
-def test_each_save_is_reported_once_it_is_committed(tmp_path, run):
+def test_saves_are_told_to_a_callback_to_monitoring_and_to_the_log(tmp_path, run, events, caplog):
     told, threads = [], set()
 
     def on_save(report):
@@ -53,7 +53,7 @@ def test_each_save_is_reported_once_it_is_committed(tmp_path, run):
 
     handler = adacheck.AdaCheckHandler(run.recorder, on_save=on_save)
     assert handler.last_save is None
-    with manager_of(tmp_path, handler) as manager:
+    with caplog.at_level(logging.INFO, LOGGER), manager_of(tmp_path, handler) as manager:
         save_steps(manager, run, 2)
         for step in (3, 4):
             assert handler.record_step(run.advance(), step)
@@ -67,12 +67,39 @@ def test_each_save_is_reported_once_it_is_committed(tmp_path, run):
     ]
     assert [x.checked for x in told] == [None, "full", "full"]
     assert threading.main_thread() not in threads
-    for each in told:
-        item = tmp_path / str(each.step) / "default"
+    lines = [x.message for x in caplog.records if x.name == LOGGER]
+    for each, line in zip(told, lines, strict=True):
+        item, kind = tmp_path / str(each.step) / "default", {"kind": each.kind}
         assert 0 <= folders.new_bytes(item) - each.new_bytes < 1000  # what Orbax marks it with
         assert each.reason
         assert 0 < each.blocking_s <= each.durable_s
         assert 0 <= each.check_s <= each.durable_s
+        assert f": {each.kind} ({each.reason}), {each.new_bytes:,} bytes, blocked " in line
+        assert events[:6] == [
+            ("/adacheck/save/committed", None, kind),
+            ("/adacheck/save/blocking_duration_secs", each.blocking_s, kind),
+            ("/adacheck/save/check_duration_secs", each.check_s, kind),
+            ("/adacheck/save/durable_duration_secs", each.durable_s, kind),
+            ("/adacheck/save/steps", 1 + len(each.deferred), kind),
+            ("/adacheck/save/new_bytes", each.new_bytes, kind),
+        ]
+        del events[:6]
+    assert not events
+    assert lines[-1].startswith("step 5 with 3 to 4: delta (")
+    assert lines[-1].endswith("checked: full")
+
+
+def test_monitoring_is_told_of_restores(tmp_path, run, events):
+    handler = adacheck.AdaCheckHandler(run.recorder)
+    with manager_of(tmp_path, handler) as manager:
+        save_steps(manager, run, 3)
+        events.clear()
+        manager.restore(3, args=adacheck.RestoreArgs(support.abstract(run.state)))
+    values = {name.removeprefix("/adacheck/restore/"): value for name, value, _ in events}
+    assert values.pop("replayed_count") == 2
+    total_s, parts = values.pop("duration_secs"), ("base", "replay", "compile_wait")
+    assert values.keys() == {f"{each}_duration_secs" for each in parts}
+    assert all(0 <= each <= total_s for each in values.values())
 
 
 def test_a_save_that_fails_is_not_reported(tmp_path, run, monkeypatch):
@@ -117,47 +144,6 @@ def test_an_error_of_who_is_told_fails_no_save_and_is_logged_once(tmp_path, run,
     assert record.exc_info[0] is ZeroDivisionError
     assert who != "on_save" or "on_save raised" in record.message
     assert who != "on_save" or str(record.exc_info[1]) == "step 1"
-
-
-def test_monitoring_is_told_of_saves_and_restores(tmp_path, run, events):
-    handler = adacheck.AdaCheckHandler(run.recorder)
-    with manager_of(tmp_path, handler) as manager:
-        save_steps(manager, run, 3)
-        report = handler.last_save
-        kind = {"kind": "delta"}
-        assert [each for each in events if each[2] == kind][-6:] == [
-            ("/adacheck/save/committed", None, kind),
-            ("/adacheck/save/blocking_duration_secs", report.blocking_s, kind),
-            ("/adacheck/save/check_duration_secs", report.check_s, kind),
-            ("/adacheck/save/durable_duration_secs", report.durable_s, kind),
-            ("/adacheck/save/steps", 1, kind),
-            ("/adacheck/save/new_bytes", report.new_bytes, kind),
-        ]
-        assert len([each for each in events if each[0] == "/adacheck/save/committed"]) == 3
-        events.clear()
-        manager.restore(3, args=adacheck.RestoreArgs(support.abstract(run.state)))
-    values = {name.removeprefix("/adacheck/restore/"): value for name, value, _ in events}
-    assert values.pop("replayed_count") == 2
-    total_s = values.pop("duration_secs")
-    assert values.keys() == {
-        "base_duration_secs",
-        "replay_duration_secs",
-        "compile_wait_duration_secs",
-    }
-    assert all(0 <= each <= total_s for each in values.values())
-
-
-def test_a_save_is_one_line_in_the_log(tmp_path, run, caplog):
-    handler = adacheck.AdaCheckHandler(run.recorder)
-    with manager_of(tmp_path, handler) as manager:
-        save_steps(manager, run, 2)
-        with caplog.at_level(logging.INFO, "adacheck_jax"):
-            save_steps(manager, run, 2)
-    lines = [each.message for each in caplog.records if each.name.startswith("adacheck_jax")]
-    assert [line.split(" (")[0] for line in lines] == ["step 3: delta", "step 4: delta"]
-    new = f"{handler.last_save.new_bytes:,} bytes, blocked "
-    assert new in lines[-1]
-    assert lines[-1].endswith("checked: full")
 
 
 def test_a_long_replay_tells_how_far_it_is(tmp_path, run, caplog, monkeypatch):

@@ -181,25 +181,6 @@ def test_a_callback_cannot_wait_for_the_save_that_it_is_told_of(tmp_path, call, 
     assert "outside on_save" in caplog.text
 
 
-def test_recorded_steps_are_restored_from_directories_of_any_name(tmp_path):
-    run = support.dict_run(support.mesh_of((1, 1)))
-    named = ocp.path.step.standard_name_format(step_prefix="ckpt", step_format_fixed_length=6)
-    options = ocp.CheckpointManagerOptions(step_name_format=named)
-    with adacheck.checkpoint_manager(str(tmp_path), run.recorder, options=options) as manager:
-        states = {}
-        for step in (1, 2, 3):
-            run.advance()
-            states[step] = support.host_copy(run.state)
-            if step != 2 or not manager.handler.record_step(run.state, step):
-                assert manager.save(step, args=adacheck.SaveArgs(run.state))
-        manager.wait_until_finished()
-        for step, saved in states.items():
-            target = adacheck.RestoreArgs(support.abstract(run.state))
-            support.assert_same_bits(manager.restore(step, args=target), saved)
-        with pytest.raises(ValueError, match="No step path found"):
-            manager.restore(7, args=target)
-
-
 @pytest.mark.slow
 def test_a_process_that_ends_behind_a_save_has_saved_it_and_printed_nothing(tmp_path):
     command = [sys.executable, "-c", _LAST, str(tmp_path)]

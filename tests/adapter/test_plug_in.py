@@ -5,7 +5,6 @@ from __future__ import annotations
 import concurrent.futures
 import dataclasses
 import logging
-from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -16,7 +15,7 @@ from flax import nnx
 from orbax.checkpoint import v1 as ocp_v1
 
 import adacheck_jax as adacheck
-from tests.support import abstract, assert_same_bits, dict_run, host_copy, kinds_of, mesh_of
+from tests.support import assert_same_bits, host_copy, kinds_of
 
 BOTH = "model_params+optimizer_state"
 
@@ -94,6 +93,19 @@ def plugged(root, recorder, make=trainer_manager, **options):
         return make(root, **options)
 
 
+def small_state():
+    """A recorder, a state with it, and its train step."""
+    recorder = adacheck.Recorder(optax.adam(1e-2))
+    params = {"w": jnp.arange(32.0)}
+
+    @jax.jit
+    def step_of(state):
+        updates, opt_state = recorder.update(state["params"], state["opt_state"], state["params"])
+        return {"params": optax.apply_updates(state["params"], updates), "opt_state": opt_state}
+
+    return recorder, {"params": params, "opt_state": recorder.init(params)}, step_of
+
+
 def save_steps(manager, run, steps):
     saved = {}
     for step in steps:
@@ -128,16 +140,9 @@ def test_two_items_are_one_line_of_steps(root_and_saved):
             assert jax.tree.structure(found[name]) == jax.tree.structure(each)
             described_tree = described.item_metadata[name].tree
             assert len(jax.tree.leaves(described_tree)) == len(jax.tree.leaves(each))
-
-
-def test_each_item_restores_alone(root_and_saved):
-    root, saved = root_and_saved
-    recorder, run = new_run()
-    with plugged(root, recorder) as manager:
-        for name in states(run):
-            found = manager.restore(3, args=restoring(run, name))
-            assert [*found] == [name]
-            assert_same_bits(found[name], saved[3][name])
+            alone = manager.restore(3, args=restoring(run, name))
+            assert [*alone] == [name]
+            assert_same_bits(alone[name], saved[3][name])
 
 
 @pytest.mark.parametrize("args", [None, ocp.args.StandardRestore(), ocp.args.PyTreeRestore()])
@@ -165,41 +170,6 @@ def test_stock_orbax_reads_a_base_and_one_item_of_it(root_and_saved):
         args = ocp.args.PyTreeRestore(wanted, partial_restore=True)
         found = checkpointer.restore(root / "0" / BOTH, args=args)
     assert_same_bits(found, saved[0]["model_params"])
-
-
-def test_a_run_goes_on_and_saves_deltas(root_and_saved, tmp_path):
-    recorder, run = new_run()
-    with plugged(tmp_path, recorder) as manager:
-        save_steps(manager, run, range(2))
-    recorder, again = new_run()
-    with plugged(tmp_path, recorder) as manager:
-        found = manager.restore(1, args=restoring(again))
-        for object_, name in zip(again, states(again), strict=True):
-            nnx.update(object_, found[name])
-        saved = save_steps(manager, again, range(2, 4))
-    assert kinds_of(tmp_path, BOTH) == "BDDD"
-    assert (
-        saved[3]["model_params"][0].tobytes() == root_and_saved[1][3]["model_params"][0].tobytes()
-    )
-
-
-def test_two_items_on_another_mesh(tmp_path):
-    run = dict_run(mesh_of((4, 2)))
-    items = dict[str, Any]()
-    with plugged(tmp_path, run.recorder) as manager:
-        for step in range(2):
-            run.advance()
-            items = {name: run.state[name] for name in ("params", "opt_state")}
-            args = {name: ocp.args.StandardSave(each) for name, each in items.items()}
-            manager.save(step, args=ocp.args.Composite(**args))
-        for name, each in items.items():
-            wanted = abstract(each, mesh_of((2, 2)))
-            args = {name: ocp.args.StandardRestore(wanted)}
-            found = manager.restore(1, args=ocp.args.Composite(**args))[name]
-            assert_same_bits(found, host_copy(each))
-            for own, other in zip(jax.tree.leaves(found), jax.tree.leaves(wanted), strict=True):
-                assert own.sharding == other.sharding
-    assert kinds_of(tmp_path, "opt_state+params") == "BD"
 
 
 def test_params_without_the_optimizer(tmp_path, caplog):
@@ -244,29 +214,10 @@ def test_a_root_that_stock_orbax_wrote_is_gone_on_from(tmp_path, recorded):
         assert_same_bits(found["optimizer_state"], saved[4]["optimizer_state"])
 
 
-def test_a_stock_step_restores_into_a_recorder_by_any_manager(tmp_path):
-    tx, params = optax.adam(1e-2), {"w": jnp.arange(8.0)}
-    state = {"params": params, "opt_state": tx.init(params)}
-    with ocp.CheckpointManager(tmp_path) as manager:
-        manager.save(0, args=ocp.args.StandardSave(state))
-    recorder = adacheck.Recorder(tx)
-    wanted = {"params": params, "opt_state": recorder.init(params)}
-    with adacheck.checkpoint_manager(tmp_path, recorder) as manager:
-        found = manager.restore(0, args=adacheck.RestoreArgs(wanted))
-    assert_same_bits(found, host_copy(wanted))
-
-
 @pytest.mark.parametrize("how", ["names", "registry", "nothing"])
 def test_one_tree_keeps_its_name_and_others_beside_it(tmp_path, caplog, how):
     item = "default" if how == "names" else "state"  # by itself Orbax takes that for no name
-    recorder = adacheck.Recorder(optax.adam(1e-2))
-    params = {"w": jnp.arange(32.0)}
-    state = {"params": params, "opt_state": recorder.init(params)}
-
-    @jax.jit
-    def step_of(state):
-        updates, opt_state = recorder.update(state["params"], state["opt_state"], state["params"])
-        return {"params": optax.apply_updates(state["params"], updates), "opt_state": opt_state}
+    recorder, state, step_of = small_state()
 
     def make(root):
         items = {}
@@ -316,9 +267,7 @@ def test_one_tree_keeps_its_name_and_others_beside_it(tmp_path, caplog, how):
 
 @pytest.mark.parametrize("handlers", [None, "one"])
 def test_a_state_without_a_name(tmp_path, handlers):
-    recorder = adacheck.Recorder(optax.adam(1e-2))
-    params = {"w": jnp.arange(32.0)}
-    state = {"params": params, "opt_state": recorder.init(params)}
+    recorder, state, _ = small_state()
     handler = None if handlers is None else ocp.StandardCheckpointHandler()
 
     def make(root):
@@ -328,7 +277,7 @@ def test_a_state_without_a_name(tmp_path, handlers):
         manager.save(0, args=ocp.args.StandardSave(state))
     with plugged(tmp_path, recorder, make) as manager:
         assert manager.item_metadata(0).tree["params"]["w"].shape == (32,)
-        assert_same_bits(manager.restore(0)["params"], host_copy(params))
+        assert_same_bits(manager.restore(0)["params"], host_copy(state["params"]))
         found = manager.restore(0, args=ocp.args.StandardRestore(state))
         assert_same_bits(found, host_copy(state))
 
@@ -386,29 +335,29 @@ def test_params_that_only_a_name_tells_from_others(tmp_path):
         manager.save(0, args=args)
 
 
-def test_the_trainers_options_say_when_to_save(tmp_path):
+def test_the_trainers_options_say_when_to_save_and_are_asked_once(tmp_path):
+    asked = list[int]()
+
+    def should_save(step, newest):
+        asked.append(step)
+        return step % 2 == 0
+
     recorder, run = new_run()
-    with plugged(tmp_path, recorder, save_interval_steps=2, max_to_keep=2) as manager:
+    best = {"best_fn": lambda metrics: metrics["loss"], "best_mode": "min"}
+    options = {"should_save_fn": should_save, "max_to_keep": 1, **best}
+    with plugged(tmp_path, recorder, **options) as manager:
         saved = []
         for step in range(7):
             train(*run)
-            saved.append(manager.save(step, args=saving(run)))
+            metrics = {"loss": float(abs(step - 2))}
+            saved.append(manager.save(step, args=saving(run), metrics=metrics))
         manager.wait_until_finished()
         assert saved == [True, False] * 3 + [True]
-        assert manager.all_steps() == [4, 6]
-
-
-def test_best_steps_stay(tmp_path):
-    recorder, run = new_run()
-    make = {"max_to_keep": 1, "best_fn": lambda metrics: metrics["loss"], "best_mode": "min"}
-    with plugged(tmp_path, recorder, **make) as manager:
-        for step, loss in enumerate((3.0, 1.0, 2.0)):
-            train(*run)
-            manager.save(step, args=saving(run), metrics={"loss": loss})
-        manager.wait_until_finished()
-        assert manager.best_step() == 1
-        assert manager.metrics(1) == {"loss": 1.0}
-        assert manager.restore(1, args=restoring(run)).keys() == states(run).keys()
+        assert asked == [*range(7)]
+        assert manager.best_step() == 2
+        assert manager.metrics(2) == {"loss": 0.0}
+        assert manager.all_steps() == [2, 6]
+        assert manager.restore(2, args=restoring(run)).keys() == states(run).keys()
 
 
 def test_a_block_holds_for_itself_alone(tmp_path):
@@ -418,29 +367,6 @@ def test_a_block_holds_for_itself_alone(tmp_path):
         assert inner == [made, outside]
         outer.append(made)
     assert type(ocp.CheckpointManager(tmp_path / "c")) is ocp.CheckpointManager
-
-
-def test_a_checkpointer_of_orbax_v1_has_a_block_of_its_own(tmp_path):
-    run = dict_run(mesh_of((2,)))
-    with (
-        pytest.raises(ValueError, match=r"adacheck\.v1\.context"),
-        adacheck.plug_in(run.recorder),
-    ):
-        ocp_v1.training.Checkpointer(tmp_path / "plugged")
-    with adacheck.v1.context(adacheck.AdaCheckHandler(run.recorder)):
-        checkpointer = ocp_v1.training.Checkpointer(tmp_path / "v1")
-    with checkpointer:
-        for step in range(3):
-            checkpointer.save(step, run.advance())
-    assert kinds_of(tmp_path / "v1", "state") == "BDD"
-
-
-def test_an_option_that_no_handler_has_is_named():
-    with (
-        pytest.raises(TypeError, match=r"plug_in .*trainer's.*\['max_to_keep'\]; those are"),
-        adacheck.plug_in(max_to_keep=3),
-    ):
-        pass
 
 
 def test_a_block_without_a_manager_is_an_error():
@@ -476,8 +402,13 @@ def test_arguments_that_are_refused(tmp_path):
         made = ocp.args.PyTreeRestore(params, legacy_transform_fn=lambda *_: None)
         with pytest.raises(ValueError, match="legacy_transform_fn"):
             manager.restore(0, args=ocp.args.Composite(model_params=made))
+        asked = ocp.args.Composite(modle=ocp.args.PyTreeRestore(params))
+        with pytest.raises(KeyError, match=r"\['model_params', 'optimizer_state'\], found 'modle'"):
+            manager.restore(0, args=asked)  # no step that retention deletes at this moment
     with pytest.raises(ValueError, match="`checkpointers`"), adacheck.plug_in(recorder):
         ocp.CheckpointManager(tmp_path, ocp.PyTreeCheckpointer())
+    with pytest.raises(ValueError, match=r"adacheck\.v1\.context"), adacheck.plug_in(recorder):
+        ocp_v1.training.Checkpointer(tmp_path / "v1")
 
 
 @pytest.fixture(autouse=True)
@@ -494,18 +425,9 @@ def test_a_leaf_of_a_stock_step_that_is_taken_twice_has_two_buffers(tmp_path):
     state = {"params": params, "opt": recorder.init(params)}
     with adacheck.checkpoint_manager(tmp_path / "root", recorder) as manager:
         state = manager.restore(0, args=adacheck.RestoreArgs(state))
+    assert_same_bits(state, host_copy({"params": params, "opt": recorder.init(params)}))
     pointers = [x.unsafe_buffer_pointer() for x in jax.tree.leaves(state) if x.size]
     assert len({*pointers}) == len(pointers)  # else a donating step refuses the state
-
-
-def test_an_item_that_was_not_saved_is_named_beside_those_that_were(root_and_saved):
-    """It is not taken for a step that retention deletes at this moment."""
-    root, saved = root_and_saved
-    recorder, run = new_run()
-    with plugged(root, recorder) as manager:
-        asked = ocp.args.Composite(modle=ocp.args.PyTreeRestore(states(run)["model_params"]))
-        with pytest.raises(KeyError, match=r"\['model_params', 'optimizer_state'\], found 'modle'"):
-            manager.restore(max(saved), args=asked)
 
 
 def test_threads_save_one_after_another(tmp_path):
@@ -521,38 +443,3 @@ def test_threads_save_one_after_another(tmp_path):
         assert any(done)  # a step that comes late is no newer one
         manager.wait_until_finished()
         assert 2 in manager.all_steps()
-
-
-def test_a_policy_is_asked_once_a_save(tmp_path):
-    asked = list[int]()
-
-    def should_save(step, newest):
-        asked.append(step)
-        return step != 1
-
-    recorder, run = new_run()
-    with plugged(tmp_path, recorder, should_save_fn=should_save) as manager:
-        save_steps(manager, run, range(3))
-        assert manager.all_steps() == [0, 2]
-    assert asked == [0, 1, 2]
-
-
-def test_threads_that_restore_do_not_rename_what_is_saved(tmp_path):
-    recorder, run = new_run()
-    with plugged(tmp_path, recorder, max_to_keep=20) as manager:
-        saved = save_steps(manager, run, [0])
-        wanted = restoring(new_run()[1])
-
-        def restore():
-            for _ in range(4):
-                found = manager.restore(0, args=wanted)
-                assert_same_bits(found["model_params"], saved[0]["model_params"])
-
-        with concurrent.futures.ThreadPoolExecutor(2) as pool:
-            restores = [pool.submit(restore) for _ in range(2)]
-            for step in range(1, 9):
-                save_steps(manager, run, [step])
-            for each in restores:
-                each.result()
-    assert kinds_of(tmp_path, BOTH)[0] == "B"
-    assert len(kinds_of(tmp_path, BOTH)) == 9

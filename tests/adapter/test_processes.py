@@ -1,12 +1,12 @@
-"""Reports of processes about a save; they are threads here, and the service a dict."""
+"""Reports of processes about saves and restores; they are threads here, and the service a dict."""
 
 from __future__ import annotations
 
+import functools
 import re
 import threading
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import replace
 from typing import Any
 
 import jax
@@ -14,8 +14,14 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from adacheck_jax.errors import AdaCheckError, MismatchError, ReplayError, StorageError
+from adacheck_jax.errors import (
+    AdaCheckError,
+    IntegrityError,
+    MismatchError,
+    StorageError,
+)
 from adacheck_jax.processes import run as this_run
+from adacheck_jax.processes.attempts import RestoreAgreement
 from adacheck_jax.processes.meetings import Exchange
 from adacheck_jax.processes.messages import Message
 from adacheck_jax.processes.run import Processes
@@ -94,16 +100,6 @@ def test_an_error_of_the_judge_is_raised_in_all(run_of):
 
 
 @pytest.mark.parametrize("failing", [0, 2])
-def test_the_others_are_told_of_a_process_that_failed(run_of, failing):
-    exchanges = run_of(3).exchanges()
-    exchanges[failing].fail(ReplayError("other bits"))
-    others = [each for n, each in enumerate(exchanges) if n != failing]
-    for each in together(*(agreeing(each, 0) for each in others)):
-        with pytest.raises(ReplayError, match=f"process {failing} could not write its share.*bits"):
-            each.result()
-
-
-@pytest.mark.parametrize("failing", [0, 2])
 def test_nobody_waits_for_a_process_that_failed_in_what_comes_later(run_of, failing):
     exchanges = run_of(3).exchanges()
     others = [each for n, each in enumerate(exchanges) if n != failing]
@@ -165,14 +161,18 @@ def test_a_failure_is_told_while_another_process_is_still_writing(run_of):
             each.result()
 
 
-def test_a_process_that_is_gone_is_named_in_all_others(run_of):
+@pytest.mark.parametrize(
+    ("dead", "told"), [((1, 3), r"/run/3: .* of processes 1, 3"), ((0,), "of process 0")]
+)
+def test_a_process_that_is_gone_is_named_in_all_others(run_of, dead, told):
+    """Process 0 need not be the one that holds the service."""
     run = run_of(4, SILENCED)
     exchanges = run.exchanges()
-    for gone in (1, 3):
+    for gone in dead:
         run.processes[gone].close()
-    found = together(*(agreeing(exchanges[n], n) for n in (0, 2)))
+    found = together(*(agreeing(exchanges[n], n) for n in {0, 1, 2, 3} - {*dead}))
     for each in found:
-        with pytest.raises(AdaCheckError, match=r"/run/3: .* of processes 1, 3, found no sign"):
+        with pytest.raises(AdaCheckError, match=rf"{told}, found no sign of life"):
             each.result()
 
 
@@ -189,29 +189,12 @@ def test_who_was_silent_in_one_wait_is_gone_in_the_next(run_of):
     assert first.silent([1]) == []
 
 
-def test_process_0_that_is_gone_is_named(run_of):
-    """It need not be the one that holds the service."""
-    run = run_of(2, SILENCED)
-    _, other = run.exchanges()
-    run.processes[0].close()
-    with pytest.raises(AdaCheckError, match=r"of process 0, found no sign of life"):
-        agreeing(other, 1)()
-
-
 def test_a_process_that_lives_but_does_not_report_is_waited_for_longer(run_of):
     run = run_of(3, BOUNDED)
     first, second, _ = run.exchanges()
     for each in together(agreeing(first, 0), agreeing(second, 1)):
         with pytest.raises(AdaCheckError, match=r"hear of process 2, found nothing in time"):
             each.result()
-
-
-@pytest.mark.slow
-def test_a_process_that_did_not_begin_to_save_yet_is_not_taken_for_dead(run_of):
-    run = run_of(2, replace(SILENCED, report_s=2.0))
-    first = run.processes[0].exchange("/run/3")
-    with pytest.raises(AdaCheckError, match=r"hear of process 1, found nothing in time"):
-        agreeing(first, 0)()
 
 
 def test_a_step_that_is_saved_again_is_another_exchange(run_of):
@@ -298,3 +281,64 @@ def test_several_processes_without_a_service_are_refused(monkeypatch):
     monkeypatch.setattr(jax, "process_count", lambda: 2)
     with pytest.raises(AdaCheckError, match=r"2 processes .* call jax.distributed.initialize"):
         this_run.exchange("/run/3")
+
+
+def restoring(run: Run, restore: Callable[[RestoreAgreement, int], str]) -> list[str]:
+    """What each process returns that restores, or the error that it raises."""
+
+    def one(index: int) -> str:
+        exchange = run.processes[index].exchange("a step", is_save=False)
+        agreement = RestoreAgreement(exchange)
+        try:
+            return restore(agreement, index)
+        except AdaCheckError as error:
+            agreement.leave(error)
+            return f"{type(error).__name__}: {error}"
+
+    found = together(*(functools.partial(one, n) for n in range(run.count)))
+    return [each.result() for each in found]
+
+
+@pytest.mark.parametrize("failing", [0, 1, 2])
+@pytest.mark.parametrize("place", ["before", "within", "between", "after"])
+def test_where_one_fails_all_try_the_next_attempt_alike(run_of, failing, place):
+    def restore(agreement: RestoreAgreement, index: int) -> str:
+        def fail_at(here: str) -> None:
+            if index == failing and here == place:
+                raise IntegrityError("damaged")
+
+        try:
+            with agreement.agreed():
+                fail_at("before")
+                with agreement.agreed():
+                    fail_at("within")
+                fail_at("between")
+                with agreement.agreed():
+                    pass
+                fail_at("after")
+        except IntegrityError as error:
+            with agreement.agreed():
+                return str(error)
+        return "went on"
+
+    told = restoring(run_of(3), restore)
+    assert told.pop(failing) == "damaged"
+    assert {*told} == {f"process {failing} could not restore (IntegrityError: damaged)."}
+
+
+@pytest.mark.parametrize("leaving", [0, 1])
+def test_who_tries_again_is_told_by_who_does_not(run_of, leaving):
+    def restore(agreement: RestoreAgreement, index: int) -> str:
+        try:
+            with agreement.agreed():
+                raise IntegrityError("damaged")
+        except IntegrityError:
+            if index == leaving:
+                raise
+            with agreement.agreed():
+                return "went on"
+
+    told = restoring(run_of(2), restore)
+    assert told[leaving] == "IntegrityError: damaged"
+    other = f"AdaCheckError: process {leaving} could not restore (IntegrityError: damaged)."
+    assert told[1 - leaving] == other

@@ -19,10 +19,8 @@ from tests.support import (
     abstract,
     assert_same_bits,
     host_copy,
-    kinds_of,
     manager_of,
     mesh_of,
-    save_steps,
 )
 
 
@@ -32,21 +30,9 @@ def save_stock(root, step, state):
         manager.save(step, args=ocp.args.StandardSave(state))
 
 
-def test_a_run_goes_on_from_a_stock_step(tmp_path, caplog):
-    run = support.dict_run(mesh_of((4, 2)))
-    first = host_copy(run.advance())
-    save_stock(tmp_path, 1, run.state)
-    handler = adacheck.AdaCheckHandler(run.recorder)
-    with manager_of(tmp_path, handler) as manager:
-        run.state = manager.restore(1, args=adacheck.RestoreArgs(abstract(run.state)))
-        assert_same_bits(run.state, first)
-        assert handler.restored == adacheck.RestoreInfo(1, 0, (), 0.0, verified=False)
-        assert "not verified" in caplog.text
-        saved = save_steps(manager, run, 2)
-        assert kinds_of(tmp_path) == "BD"
-        found = manager.restore(3, args=adacheck.RestoreArgs(abstract(run.state)))
-        assert_same_bits(found, saved[3])
-        assert handler.restored.exact
+def listed(root):
+    """The steps as ``adacheck ls`` gives them to programs."""
+    return json.loads(CliRunner().invoke(main.app, ["ls", str(root), "--json"]).stdout)
 
 
 def test_a_checkpointer_without_a_manager(tmp_path):
@@ -60,26 +46,23 @@ def test_a_checkpointer_without_a_manager(tmp_path):
     assert handler.restored == adacheck.RestoreInfo(-1, 0, (), 0.0, verified=False)
 
 
-@pytest.fixture
-def mixed_root(tmp_path):
-    """Steps 1 and 2 by this library, 3 by stock Orbax, 4 by this library, 5 by stock Orbax."""
-    run = support.dict_run(mesh_of((2, 2)))
-    states = {}
+@pytest.mark.slow
+def test_fallback_takes_a_verified_step(tmp_path, caplog):
+    """Steps 3 and 5 are of stock Orbax, and 1, 2 and 4 of this library."""
+    root, run, states = tmp_path, support.dict_run(mesh_of((2, 2))), {}
     for step in range(1, 6):
         run.advance()
         states[step] = host_copy(run.state)
         if step in (3, 5):
-            save_stock(tmp_path, step, run.state)
+            save_stock(root, step, run.state)
             continue
-        with manager_of(tmp_path, adacheck.AdaCheckHandler(run.recorder)) as manager:
+        with manager_of(root, adacheck.AdaCheckHandler(run.recorder)) as manager:
             manager.save(step, args=adacheck.SaveArgs(run.state))
-    return tmp_path, run, states
-
-
-@pytest.mark.slow
-def test_fallback_takes_a_verified_step(mixed_root, caplog):
-    root, run, states = mixed_root
+    assert adacheck.latest_restorable(root) == 4
+    assert "Skipping step 5" in caplog.text
     (root / "4" / "default" / "adacheck" / "manifest.json").write_text("{}")
+    found = [adacheck.latest_restorable(root, *item) for item in ((), ("default",), ("absent",))]
+    assert found == [2, 2, None]
     handler = adacheck.AdaCheckHandler()
     args = adacheck.RestoreArgs(abstract(run.state), skip_damaged=True)
     with manager_of(root, handler) as manager:
@@ -92,21 +75,13 @@ def test_fallback_takes_a_verified_step(mixed_root, caplog):
         assert handler.restored.verified
 
 
-@pytest.mark.slow
-def test_the_newest_restorable_step_is_one_that_verifies(mixed_root, caplog):
-    root, _, _ = mixed_root
-    assert adacheck.latest_restorable(root) == 4
-    assert "Skipping step 5" in caplog.text
-    (root / "4" / "default" / "adacheck" / "manifest.json").write_text("{}")
-    assert adacheck.latest_restorable(root) == 2
-    assert adacheck.latest_restorable(root, "default") == 2
-    assert adacheck.latest_restorable(root, "absent") is None
-
-
 def test_stock_steps_alone_are_no_reason_to_begin_anew(tmp_path):
     save_stock(tmp_path, 7, {"a": jnp.arange(3.0)})
     with pytest.raises(IntegrityError, match=r"7.*which nothing can verify"):
         adacheck.latest_restorable(tmp_path)
+    told = CliRunner().invoke(main.app, ["ls", str(tmp_path)]).stdout
+    assert "what stock Orbax saved cannot be verified" in told
+    assert listed(tmp_path)["stock_steps"] == [7]
 
 
 def test_a_stock_item_beside_ours_is_no_stock_step(tmp_path):
@@ -118,21 +93,7 @@ def test_a_stock_item_beside_ours_is_no_stock_step(tmp_path):
         }
         manager.save(1, args=ocp.args.Composite(**args))
     assert adacheck.latest_restorable(tmp_path) == 1
-    assert (
-        json.loads(CliRunner().invoke(main.app, ["ls", str(tmp_path), "--json"]).stdout)[
-            "stock_steps"
-        ]
-        == []
-    )
-
-
-def test_ls_names_stock_steps(mixed_root):
-    root, _, _ = mixed_root
-    told = CliRunner().invoke(main.app, ["ls", str(root)])
-    assert "what stock Orbax saved cannot be verified" in told.stdout
-    found = json.loads(CliRunner().invoke(main.app, ["ls", str(root), "--json"]).stdout)
-    assert found["stock_steps"] == [3, 5]
-    assert [step["step"] for step in found["steps"] if step["kind"] != "stock"] == [1, 2, 4]
+    assert listed(tmp_path)["stock_steps"] == []
 
 
 def test_v1_says_that_a_stock_step_was_not_verified(tmp_path, caplog):

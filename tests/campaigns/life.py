@@ -52,7 +52,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 from orbax.checkpoint._src.multihost import multihost
 
 import adacheck_jax as adacheck
-from adacheck_jax.adapter.in_memory.replaying import _Reader
+from adacheck_jax.adapter.recovery import _Reader
 from adacheck_jax.device import transfer, trees
 from adacheck_jax.device.sending import Sender
 from adacheck_jax.errors import ReplayError

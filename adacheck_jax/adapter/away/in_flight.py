@@ -101,7 +101,7 @@ class SaveInFlight:
             return save(SaveArgs(prepared))
 
         saves.left.clear()
-        if prepared.begun.save.is_base:
+        if prepared.save.is_base:
             return save(SaveArgs(prepared))
         self._opener.begin(save_behind)
         return True

@@ -15,7 +15,7 @@ import orbax.checkpoint as ocp
 from adacheck_jax.adapter.arguments import RestoreArgs
 from adacheck_jax.adapter.reports import RestoreTimes
 from adacheck_jax.adapter.restoring import finding, outcome
-from adacheck_jax.adapter.restoring.other_steps import OtherSteps
+from adacheck_jax.adapter.restoring.finding import OtherSteps
 from adacheck_jax.adapter.restoring.outcome import Restored
 from adacheck_jax.adapter.stock import descriptions
 from adacheck_jax.adapter.stock import restoring as stock_restoring
@@ -36,7 +36,6 @@ from adacheck_jax.format import manifest as manifests
 from adacheck_jax.restore import check, replay, working_set
 from adacheck_jax.restore.agreed import ALONE, Agreed
 from adacheck_jax.restore.compiled_update import CompiledUpdates, abstract_leaf
-from adacheck_jax.schedule.stopwatch import Clock
 from adacheck_jax.store import host_memory
 from adacheck_jax.store.steps import deletion, identity, lookup, roots
 from adacheck_jax.store.steps.lineage import Lineage
@@ -76,7 +75,6 @@ class StepRestorer:
         stock: reader of bases.
         recorders: recorders of the handler, used if this jax cannot read the exported update.
         params_path: leaf path of the trained params, as given to the handler.
-        clock: a monotonic clock.
     """
 
     def __init__(
@@ -84,9 +82,7 @@ class StepRestorer:
         stock: StockCheckpoints,
         recorders: Recorders,
         params_path: str | Mapping[str, str] | None,
-        clock: Clock = time.monotonic,
     ) -> None:
-        self._clock = clock
         self._stock = stock
         self._recorders = recorders
         self._params_path = params_path
@@ -98,7 +94,7 @@ class StepRestorer:
         Several processes agree before each collective that none of them has failed. Raises what
         :meth:`AdaCheckHandler.restore` raises.
         """
-        begin_s = self._clock()
+        begin_s = time.monotonic()
         try:
             with deletion.detected(path):
                 if args.step is None and roots.is_stock(path):
@@ -216,7 +212,7 @@ class StepRestorer:
         begin_s: float | None = None,
     ) -> Restored:
         """Restore the last step of a lineage, of which a look-up may have begun at ``begin_s``."""
-        found_s, end = self._clock(), lineage.entries[-1]
+        found_s, end = time.monotonic(), lineage.entries[-1]
         size_bytes = sum(leaf.nbytes for leaf in lineage.base.leaves)
         is_own = end.holder == path and not end.is_link
         if is_own and (misplaced := roots.misplaced(path, lineage.manifest)):
@@ -224,7 +220,7 @@ class StepRestorer:
         with agreed():
             base = self._read(path, lineage, args, agreed)
             host_memory.return_freed(size_bytes)  # before more is read beside it
-            read_s, left_out = self._clock(), base.left_out
+            read_s, left_out = time.monotonic(), base.left_out
             # A rounded leaf's fingerprint verifies nothing: then the records' checksums have to.
             with _explained(lineage):
                 leaves = replay.replay_onto(
@@ -234,7 +230,7 @@ class StepRestorer:
                 )
             leaves = [None if i in left_out else leaf for i, leaf in enumerate(leaves)]
             host_memory.return_freed(size_bytes)
-            replayed_s = self._clock()
+            replayed_s = time.monotonic()
         with agreed():
             with _explained(lineage):
                 rounded = check.check_bits(leaves, lineage, path, rounded=base.rounded)
@@ -254,7 +250,7 @@ class StepRestorer:
         with agreed():
             state = target.finish(named)
         begin_s = found_s if begin_s is None else begin_s
-        total_s, waited_s = self._clock() - begin_s, base.programs.waited_s
+        total_s, waited_s = time.monotonic() - begin_s, base.programs.waited_s
         times = RestoreTimes(total_s, read_s - found_s, replayed_s - read_s - waited_s, waited_s)
         measured = outcome.measured(times, found_s - begin_s, len(lineage.deltas))
         is_own = is_own and not lineage.left_out and base.relayout is None
@@ -268,7 +264,7 @@ class StepRestorer:
             *(lineage.end.step, lineage.base.step, f"{size_bytes:,}", len(lineage.deltas)),
         )
         byte_loops.expect(size_bytes)  # it is fingerprinted once it is read
-        programs = CompiledUpdates(self._recorders, self._params_path, self._clock)
+        programs = CompiledUpdates(self._recorders, self._params_path)
         programs.begin_loading(lineage)
         damage = descriptions.damaged_descriptions(lineage.base_directory, lineage.base)
         shardings_damage = damage.pop(manifests.SHARDINGS, None)

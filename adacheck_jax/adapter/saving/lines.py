@@ -2,31 +2,34 @@
 
 # Threads: any that saves, restores or ends a save. ``_lock`` guards ``_savers``; while it is held a
 # saver may be made and a root be listed, but no method of a saver is called that takes the saver's
-# own lock. ``_meeting`` is held while all processes hear of each other, once.
+# own lock. ``Neighbours._meeting`` is held while all processes hear of each other, once.
 
 from __future__ import annotations
 
 import contextlib
 import dataclasses
 import threading
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 
 import jax
 
-from adacheck_jax.adapter.in_memory.neighbours import Neighbours
 from adacheck_jax.adapter.restoring import finding
 from adacheck_jax.errors import AdaCheckError
 from adacheck_jax.format.manifest import DeltaManifest
 from adacheck_jax.format.one_process import OneProcess
+from adacheck_jax.memory.files import step_file
 from adacheck_jax.memory.files.step_file import FilePlace
-from adacheck_jax.plan.options import Options
+from adacheck_jax.memory.peers import Peers
+from adacheck_jax.plan.options import Options, Shadow
 from adacheck_jax.processes import run
 from adacheck_jax.processes.calls import Calls
 from adacheck_jax.processes.consent import Consent
+from adacheck_jax.processes.gate import Gate
 from adacheck_jax.processes.meetings import Exchange
+from adacheck_jax.processes.messages import Report
 from adacheck_jax.save.line.backlog import Backlog
 from adacheck_jax.save.saver import Saver
-from adacheck_jax.schedule.stopwatch import Clock
+from adacheck_jax.store import claims
 from adacheck_jax.store.retention import KeepLineage
 from adacheck_jax.store.steps import manifest_file, roots
 from adacheck_jax.store.steps.folders import LINEAGE
@@ -36,13 +39,54 @@ from adacheck_jax.store.storage.location import AnyPath, at
 from adacheck_jax.update.binding import Recorders
 
 
+class Neighbours:
+    """The processes, as they were told to keep each other's state; asked once.
+
+    Args:
+        shadow: the caller's choices.
+    """
+
+    def __init__(self, shadow: Shadow) -> None:
+        self._shadow, self._meeting = shadow, threading.Lock()
+        self._known: tuple[str, tuple[str, ...]] | None = None
+
+    def meet(self) -> tuple[str, tuple[str, ...]]:
+        """A name for this run, and the domains; the first call waits for all processes."""
+        with self._meeting:
+            if self._known is None:
+                domain = self._shadow.domain or _domain()
+                own: Report = {"domain": domain, "run": claims.new_token()}
+                exchange = run.exchange("the memory of all processes")
+                answer = exchange.agree("hello", own, _introduced)
+                self._known = answer["run"], tuple(answer["domains"])
+            return self._known
+
+    def of(self, line: str) -> Peers:
+        """The processes, for one line of steps; waits as :meth:`meet`."""
+        name, domains = self.meet()
+        copies = min(self._shadow.copies, len({*domains}) - 1)
+        return Peers(name, domains, copies, Gate(line))
+
+
+def _introduced(reports: Sequence[Report]) -> Report:
+    """A name for this run, and the failure domain of each process."""
+    return {"run": reports[0]["run"], "domains": [each["domain"] for each in reports]}
+
+
+def _domain() -> str:
+    """The slice of this process's devices, where there are several; else its machine."""
+    slices = {getattr(each, "slice_index", None) for each in jax.devices()}
+    if len(slices) > 1:
+        return f"slice {getattr(jax.local_devices()[0], 'slice_index', None)}"
+    return f"machine {step_file.boot()}"
+
+
 class Lines:
     """The savers of a run, which may have several items and managers.
 
     Args:
         recorders: the recorders.
         options: the caller's choices.
-        clock: a monotonic clock, by which costs are measured.
 
     Attributes:
         process: the process that the run works in.
@@ -51,11 +95,11 @@ class Lines:
             saved or restored.
     """
 
-    def __init__(self, recorders: Recorders, options: Options, clock: Clock) -> None:
-        self._recorders, self._options, self._clock = recorders, options, clock
+    def __init__(self, recorders: Recorders, options: Options) -> None:
+        self._recorders, self._options = recorders, options
         self.process, self.calls = OneProcess("AdaCheckHandler"), Calls("")
         self.keeps_refused = False
-        self._lock, self._meeting = threading.Lock(), threading.Lock()
+        self._lock = threading.Lock()
         self._savers: dict[Line, Saver] = {}
         self._plain = frozenset[str | None]()
         shadow = options.shadow
@@ -66,6 +110,12 @@ class Lines:
         """True before the first one is saved or restored."""
         return not self._savers
 
+    def _with_steps(self) -> list[tuple[Line, Saver]]:
+        """The lines with steps, and their savers; none in a forked child."""
+        with self._lock:
+            found = [each for each in self._savers.items() if each[1].has_steps]
+        return [] if self.process.is_elsewhere else found
+
     @property
     def only(self) -> tuple[Line, Saver] | None:
         """The only line with steps, and its saver; None before its first step.
@@ -73,34 +123,28 @@ class Lines:
         Raises:
             ValueError: there are several.
         """
-        with self._lock:
-            found = [each for each in self._savers.items() if each[1].has_steps]
-        if len(found) > 1:
+        if len(found := self._with_steps()) > 1:
             raise ValueError(
                 f"expected a handler that saves one line of steps, found {len(found)}: it is not "
                 "known which of them this step belongs to. Use one handler for each."
             )
-        return None if self.process.is_elsewhere or not found else found[0]
+        return found[0] if found else None
 
     def is_only(self, item: str) -> bool:
         """True unless there are steps of another item."""
-        with contextlib.suppress(ValueError):
-            return (only := self.only) is None or only[0][1] == item
-        return False
+        found = self._with_steps()
+        return len(found) < 2 and all(line[1] == item for line, _ in found)
 
     @property
     def backlog(self) -> Backlog | None:
         """The backlog of the steps in memory; None before the first one, or of several lines."""
-        with contextlib.suppress(ValueError):
-            if (only := self.only) is not None:
-                return only[1].backlog
-        return None
+        found = self._with_steps()
+        return found[0][1].backlog if len(found) == 1 else None
 
     def note_gap(self, *, is_lost: bool = False) -> None:
         """Notes that the save of a step was refused; ``is_lost`` if others may have begun it."""
-        with contextlib.suppress(ValueError):
-            if (only := self.only) is not None:
-                only[1].note_gap(is_lost=is_lost)
+        if len(found := self._with_steps()) == 1:
+            found[0][1].note_gap(is_lost=is_lost)
 
     def note_updates(self, items: Mapping[str | None, bool]) -> None:
         """Notes which items have states that a Recorder's update computes: all, unless told.
@@ -128,16 +172,17 @@ class Lines:
         if (shadow := self._options.shadow_directory) is not None:
             file = FilePlace(str(shadow), shadow_root(root), item or "")
             if self._neighbours is not None and jax.process_count() > 1:
-                with self._meeting:
-                    peers = self._neighbours.of(f"{root} {item}")
+                peers = self._neighbours.of(f"{root} {item}")
                 file = file.of(peers)
         with self._lock:
             if place.line not in self._savers:
-                given = self._recorders, self._options, self._clock, file, peers
+                recorders, options = self._recorders, self._options
                 if self.has_bases_alone(place.line):
-                    bases = dataclasses.replace(self._options, max_deltas=0, shadow=None)
-                    given = {}, bases, self._clock, None, None
-                self._savers[place.line] = Saver(*given, keeps=self.keeps_refused)
+                    recorders, file, peers = {}, None, None
+                    options = dataclasses.replace(options, max_deltas=0, shadow=None)
+                self._savers[place.line] = Saver(
+                    recorders, options, place=file, peers=peers, keeps=self.keeps_refused
+                )
                 if self._options.keep_lineage is not None:
                     _learn_parents(self._options.keep_lineage, *place.line)
             return self._savers[place.line]
@@ -168,8 +213,7 @@ class Lines:
     def meet(self) -> None:
         """Has processes that keep each other's state hear of each other, once."""
         if self._neighbours is not None:
-            with self._meeting:
-                self._neighbours.meet()
+            self._neighbours.meet()
 
     def finish(self) -> None:
         """Waits until recorded steps are out of the caller's arrays."""

@@ -9,6 +9,7 @@ import dataclasses
 import functools
 import logging
 import threading
+import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
@@ -33,7 +34,6 @@ from adacheck_jax.save import commit
 from adacheck_jax.save.attempt import BEGUN
 from adacheck_jax.save.one_save import Save
 from adacheck_jax.save.saver import Saver
-from adacheck_jax.schedule.stopwatch import Clock
 from adacheck_jax.store.base_writer import ArrayLayout, Name
 from adacheck_jax.store.steps import roots
 from adacheck_jax.store.steps.roots import Line, Place
@@ -53,6 +53,7 @@ class Begun:
         line: root and item that the step belongs to.
         saver: saver of that line.
         save: the save.
+        stored: the state as it is to be stored, with the arguments for Orbax, until it is written.
         begin_s: reading of the clock when the caller called.
         together: exchange of the processes that begin it; that of one alone once all have.
         is_again: True if it writes what storage refused before.
@@ -64,6 +65,7 @@ class Begun:
     line: Line
     saver: Saver
     save: Save
+    stored: SaveArgs
     begin_s: float
     together: Exchange
     is_again: bool
@@ -82,30 +84,6 @@ class Begun:
         return self.save.attempt.exchange
 
 
-@dataclass(frozen=True, slots=True)
-class PreparedSave:
-    """State of a save that was begun, but not in Orbax yet: another thread does that.
-
-    Attributes:
-        begun: the save.
-        stored: the state as it is to be stored, with the arguments for Orbax.
-    """
-
-    begun: Begun
-    stored: SaveArgs
-
-    def into(self, directory: AnyPath) -> tuple[Begun, SaveArgs]:
-        """The save, once Orbax makes its directory.
-
-        Raises:
-            AdaCheckError: it was begun for another one.
-        """
-        if (final := roots.committed_path(directory)) != self.begun.final:
-            raise AdaCheckError(f"{final}: expected {self.begun.final}. The step is not saved.")
-        directories.check_writable(directory)
-        return self.begun, self.stored
-
-
 class Saves:
     """Saves of the steps of one training run.
 
@@ -117,59 +95,59 @@ class Saves:
         lines: lines of steps of the run.
         stock: writer of what Orbax has of a base.
         announcer: hears of each save that this process committed.
-        clock: a monotonic clock, by which costs are measured.
 
     Attributes:
         last: report of the last save that this process committed.
         left: set while no caller is in a manager that says so.
     """
 
-    def __init__(
-        self, lines: Lines, stock: StockCheckpoints, announcer: Announcer, clock: Clock
-    ) -> None:
-        self._lines, self._stock, self._announcer, self._clock = lines, stock, announcer, clock
+    def __init__(self, lines: Lines, stock: StockCheckpoints, announcer: Announcer) -> None:
+        self._lines, self._stock, self._announcer = lines, stock, announcer
         self.last: SaveReport | None = None
         self.left = threading.Event()
         self.left.set()
         self._described: SaveArgs | None = None
 
     @jax_settings.own()
-    def begin(
-        self, directory: AnyPath, place: Callable[[], Place], args: SaveArgs
-    ) -> tuple[Begun, SaveArgs]:
+    def begin(self, directory: AnyPath, place: Callable[[], Place], args: SaveArgs) -> Begun:
         """Begin a save on the caller's thread, under the caller's jax settings.
 
-        When this returns, every buffer of the state may be donated.
+        One that was prepared goes on, as the state of its arguments. When this returns, every
+        buffer of the state may be donated.
 
-        Returns:
-            The save, and the state as it is to be stored with the arguments for Orbax.
+        Raises:
+            AdaCheckError: it was prepared for another directory.
         """
         self._lines.process.enter()
-        if isinstance(args.state, PreparedSave):
-            return args.state.into(directory)
-        return self._taken(directory, place, args)
+        if not isinstance(begun := args.state, Begun):
+            return self._taken(directory, place, args)
+        if (final := roots.committed_path(directory)) != begun.final:
+            raise AdaCheckError(f"{final}: expected {begun.final}. The step is not saved.")
+        directories.check_writable(directory)
+        return begun
 
     @jax_settings.own()
-    def prepare(self, final: AnyPath, args: SaveArgs) -> PreparedSave:
+    def prepare(self, final: AnyPath, args: SaveArgs) -> Begun:
         """Begin a save, of which :meth:`begin` is told later, in all processes or none.
 
         ``final`` is the directory of the item once it is committed.
         """
         self._lines.process.enter()
         place = functools.partial(roots.place_of, final, in_step=True)
-        begun, stored = self._taken(final, place, args)
+        begun = self._taken(final, place, args)
         self._meet(begun, _PREPARED)
         if not begun.save.is_base:
-            begun.returned_s, begun.together = self._clock(), ALONE  # nothing is left that may fail
-            stored = dataclasses.replace(stored, state=None)  # which may be donated
-        return PreparedSave(begun, stored)
+            begun.returned_s, begun.together = (
+                time.monotonic(),
+                ALONE,
+            )  # nothing is left that may fail
+            begun.stored.state = None  # which may be donated
+        return begun
 
-    def _taken(
-        self, directory: AnyPath, place: Callable[[], Place], args: SaveArgs
-    ) -> tuple[Begun, SaveArgs]:
+    def _taken(self, directory: AnyPath, place: Callable[[], Place], args: SaveArgs) -> Begun:
         """Takes what is saved out of a state; an error is told to all."""
         lines = self._lines
-        final, begin_s = roots.committed_path(directory), self._clock()
+        final, begin_s = roots.committed_path(directory), time.monotonic()
         exchange = run.exchange(final)  # before anything is refused in one process alone
         together, is_again = exchange.watching(lines.calls), args.state is KEPT
         try:
@@ -184,7 +162,7 @@ class Saves:
                         save = saver.begin_kept(final, found.step, exchange)
                 else:
                     found, saver, save, stored = self._begin(final, place, args, exchange, consent)
-                return Begun(found.line, saver, save, begin_s, together, is_again), stored
+                return Begun(found.line, saver, save, stored, begin_s, together, is_again)
         except BaseException:
             lines.note_gap(is_lost=not (exchange.is_alone or is_again))
             raise
@@ -223,7 +201,7 @@ class Saves:
         )
         return found, saver, save, stored
 
-    async def write(self, directory: AnyPath, begun: Begun, stored: SaveArgs) -> list[ocp.Future]:
+    async def write(self, directory: AnyPath, begun: Begun) -> list[ocp.Future]:
         """Start to write this process's share of what :meth:`begin` returned.
 
         Returns:
@@ -232,6 +210,7 @@ class Saves:
         """
         futures: list[ocp.Future] = []
         save = begun.save
+        stored, begun.stored = begun.stored, SaveArgs()  # a save under way keeps no state alive
         try:
             if save.is_base:
                 futures = await self._write_base(directory, begun, stored)
@@ -243,7 +222,7 @@ class Saves:
         futures.append(ShareFuture(save, directory, layout, self.left))
         if not begun.returned_s:
             begun.saver.returns()
-            begun.returned_s = self._clock()
+            begun.returned_s = time.monotonic()
         return futures
 
     def _meet(self, begun: Begun, topic: str) -> None:

@@ -61,10 +61,8 @@ class StateHandler(ocp.handlers.CheckpointableHandler[PyTree, PyTree]):
         args = checkpointable if is_args else SaveArgs(checkpointable)
         with _directories_awaited_if_refused(directory.path):
             path, args = located(str(directory.path)), options.saving(args)
-            begun, stored = self.run.saves.begin(
-                path, lambda: roots.place_of(path, in_step=True), args
-            )
-            futures = await self.run.saves.write(path, begun, stored)
+            begun = self.run.saves.begin(path, lambda: roots.place_of(path, in_step=True), args)
+            futures = await self.run.saves.write(path, begun)
         return _Rest(self.run, directory, begun, futures)
 
     async def load(

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from adacheck_jax.adapter.single_save import save_base
+from adacheck_jax.adapter.manager import save_base
 from adacheck_jax.adapter.stock.base_checkpoint import StockCheckpoints
 from adacheck_jax.adapter.wanted import relayout
 from adacheck_jax.layout.plan import Plan

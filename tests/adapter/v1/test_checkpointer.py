@@ -1,15 +1,12 @@
-"""Saving every step and loading it through stock Orbax v1."""
+"""Saving every step and loading it through stock Orbax v1, by contexts and registries."""
 
 from __future__ import annotations
 
-import contextlib
 import gc
-import json
 import warnings
 
-import jax
 import jax.numpy as jnp
-import numpy as np
+import optax
 import pytest
 from orbax.checkpoint import v1 as ocp
 from orbax.checkpoint.experimental.v1._src.metadata import serialization  # no public name
@@ -17,8 +14,7 @@ from orbax.checkpoint.experimental.v1._src.metadata import serialization  # no p
 import adacheck_jax as adacheck
 from adacheck_jax.errors import MismatchError
 from adacheck_jax.store.steps import lookup, marks
-from tests import support
-from tests.adapter.v1.common import assert_same_leaves, checkpointer_of, save_steps
+from tests.adapter.v1.common import checkpointer_of, save_steps
 from tests.support import abstract, assert_same_bits, dict_run, host_copy, kinds_of, mesh_of
 
 
@@ -69,27 +65,6 @@ def test_other_checkpointables_go_on_beside_the_state(tmp_path):
         assert {"state", "batches", "run"} <= found.metadata.keys()
 
 
-@pytest.mark.parametrize("has_links", [True, False])
-def test_retention_keeps_what_the_kept_steps_need(tmp_path, has_links):
-    run, keep = dict_run(mesh_of((2, 2))), ocp.training.preservation_policies.LatestN(2)
-    keep = keep if has_links else adacheck.KeepLineage(keep)
-    options = {} if has_links else {"keep_lineage": keep, "max_deltas": 3}
-    handler = adacheck.AdaCheckHandler(run.recorder, **options)
-    with (
-        contextlib.nullcontext() if has_links else support.without_links(),
-        adacheck.v1.context(handler),
-        checkpointer_of(tmp_path, preservation_policy=keep) as checkpointer,
-    ):
-        saved = save_steps(checkpointer, run, 7)
-        kept = [6, 7] if has_links else [5, 6, 7]
-        assert [each.step for each in checkpointer.checkpoints] == kept
-        for step in kept:
-            assert_same_bits(checkpointer.load(step, abstract(run.state)), saved[step])
-            described = checkpointer.metadata(step).metadata
-            assert_same_leaves(checkpointer.load(step, described), saved[step])
-    assert kinds_of(tmp_path, "state") == ("DD" if has_links else "BDD")
-
-
 def test_arguments_stand_for_the_state_and_for_the_abstract_state(tmp_path):
     run = dict_run(mesh_of((2, 2)))
     handler = adacheck.AdaCheckHandler(run.recorder)
@@ -108,53 +83,6 @@ def test_arguments_stand_for_the_state_and_for_the_abstract_state(tmp_path):
     assert lookup.resolve(tmp_path / "3/state").manifest.custom_metadata == {"note": 3}
 
 
-def test_a_state_is_recovered_from_memory(tmp_path):
-    run, root = dict_run(mesh_of((2, 2))), tmp_path / "root"
-    options = {"shadow": adacheck.Shadow(directory=tmp_path / "memory")}
-    handler = adacheck.AdaCheckHandler(run.recorder, **options)
-    with adacheck.v1.context(handler), checkpointer_of(root) as checkpointer:
-        for _ in range(3):
-            run.advance()
-            checkpointer.save(run.count, run.state)
-    handler.close()  # as the end of its process would
-    handler = adacheck.AdaCheckHandler(run.recorder, **options)
-    found = handler.recover(root, abstract(run.state))
-    assert found is not None
-    assert found[0] == 3
-    assert_same_bits(found[1], host_copy(run.state))
-    with adacheck.v1.context(handler), checkpointer_of(root) as checkpointer:
-        run.state = found[1]
-        run.advance()
-        checkpointer.save(run.count, run.state)
-    assert kinds_of(root) == "BDDD"
-
-
-def test_states_of_scalars_keys_and_empty_arrays(tmp_path):
-    state = {
-        "epoch": 3,
-        "rate": 0.5,
-        "key": jax.random.key(1),
-        "host": np.arange(3),
-        "empty": jnp.zeros((0, 3)),
-        "few": jnp.arange(4, dtype=jnp.int4),
-        "none": None,
-    }
-    target = jax.tree.map(lambda x: x, state)
-    handler = adacheck.AdaCheckHandler(delta="bits")
-    with adacheck.v1.context(handler), checkpointer_of(tmp_path) as checkpointer:
-        for step in (1, 2):
-            checkpointer.save(step, state | {"host": state["host"] + step})
-            restored = checkpointer.load(step, target)
-            assert (restored["epoch"], restored["rate"], restored["none"]) == (3, 0.5, None)
-            assert jnp.all(
-                jax.random.key_data(restored["key"]) == jax.random.key_data(state["key"])
-            )
-            assert restored["host"].tolist() == (state["host"] + step).tolist()
-            assert restored["empty"].shape == (0, 3)
-            assert restored["few"].dtype == jnp.int4
-    assert kinds_of(tmp_path) == "BD"
-
-
 def test_stock_orbax_loads_a_base_and_says_what_loads_a_delta(tmp_path):
     run = dict_run(mesh_of((2, 2)))
     handler = adacheck.AdaCheckHandler(run.recorder)
@@ -169,25 +97,6 @@ def test_stock_orbax_loads_a_base_and_says_what_loads_a_delta(tmp_path):
         with pytest.raises(Exception, match="state") as caught:
             checkpointer.load(2, target)
         assert "adacheck_jax.v1.context" in str(caught.value.__cause__)
-
-
-def test_errors_keep_their_types(tmp_path):
-    run = dict_run(mesh_of((2, 2)))
-    handler = adacheck.AdaCheckHandler(run.recorder)
-    with adacheck.v1.context(handler), checkpointer_of(tmp_path) as checkpointer:
-        saved = save_steps(checkpointer, run, 2)
-        with pytest.raises(MismatchError, match="does not fit what was saved"):
-            checkpointer.load(2, {"params": jnp.zeros(3)})
-        with pytest.raises(MismatchError, match="Unsupported type"):
-            checkpointer.save(3, {"name": "text"})
-        with pytest.raises(ValueError, match="expected a step number"):
-            checkpointer.save_checkpointables(3, {"state": adacheck.SaveArgs(run.state, step=-1)})
-        (tmp_path / "1").rename(tmp_path / "gone")
-        (tmp_path / "2/state/adacheck/manifest.json").write_text("{}")
-        with pytest.raises(adacheck.AdaCheckError, match="manifest"):
-            checkpointer.load(2, abstract(run.state))
-        (tmp_path / "gone").rename(tmp_path / "1")
-        assert_same_bits(checkpointer.load(1, abstract(run.state)), saved[1])
 
 
 def test_a_refused_save_leaves_nothing_that_hinders_the_next_one(tmp_path):
@@ -248,11 +157,31 @@ def test_a_step_that_is_marked_is_not_committed_before_its_metadata(tmp_path, mo
     assert marks.is_committed(tmp_path / "1/state")
 
 
-def test_what_is_written_beside_a_step_never_changes(tmp_path):
-    run = dict_run(mesh_of((2, 2)))
-    handler = adacheck.AdaCheckHandler(run.recorder)
-    with adacheck.v1.context(handler), checkpointer_of(tmp_path) as checkpointer:
-        save_steps(checkpointer, run, 2)
-    for step in (1, 2):
-        found = json.loads((tmp_path / str(step) / "_CHECKPOINT_METADATA").read_text())
-        assert found["item_handlers"] == {"state": "adacheck_jax.handler.AdaCheckHandler"}
+def test_a_registry_of_ones_own(tmp_path):
+    run, told = dict_run(mesh_of((2, 2))), []
+    registry = ocp.handlers.local_registry(include_global_registry=False)
+    handler = adacheck.AdaCheckHandler(run.recorder, max_deltas=1, on_save=told.append)
+    adacheck.v1.register(registry, handler)
+    context = ocp.Context()
+    context.checkpointables.registry = registry
+    with context, checkpointer_of(tmp_path) as checkpointer:
+        assert handler.last_save is None
+        saved = save_steps(checkpointer, run, 3)
+        assert_same_bits(checkpointer.load(2, abstract(run.state)), saved[2])
+    assert kinds_of(tmp_path) == "BDB"
+    assert [(each.step, each.kind) for each in told] == [(1, "base"), (2, "delta"), (3, "base")]
+    assert handler.last_save == told[-1]
+    assert handler.restored.step == 2
+
+
+def test_a_name_that_is_taken_is_refused():
+    for registry in (ocp.handlers.local_registry(), ocp.handlers.global_registry()):
+        before = [*registry.get_all_entries()]
+        with pytest.raises(ValueError, match=r"PyTreeHandler.*include_global_registry=False"):
+            adacheck.v1.register(registry, adacheck.AdaCheckHandler())
+        assert [*registry.get_all_entries()] == before
+
+
+def test_what_is_no_handler_is_refused():
+    with pytest.raises(TypeError, match=r"expected an AdaCheckHandler, found Recorder.*context\("):
+        adacheck.v1.context(adacheck.Recorder(optax.sgd(0.1)))

@@ -7,7 +7,6 @@ import json
 import jax
 import jax.numpy as jnp
 import numpy as np
-import orbax.checkpoint as ocp_v0
 import pytest
 from orbax.checkpoint import v1 as ocp
 
@@ -120,22 +119,6 @@ def test_limits_of_memory_are_named(tmp_path, caplog):
     with adacheck.v1.context(parent=parent):
         ocp.save(tmp_path / "1", {"a": jnp.arange(4.0)})
     assert "Not kept for the state: memory.write_concurrent_bytes" in caplog.text
-
-
-@pytest.mark.parametrize(
-    "option", ["use_ocdbt", "use_zarr3", "save_concurrent_gb", "restore_concurrent_gb"]
-)
-def test_settings_of_the_pytree_handler_are_refused_by_name(option):
-    with pytest.raises(TypeError, match=option):
-        adacheck.AdaCheckHandler(**{option: 1})
-
-
-def test_leaf_arguments_without_a_meaning_are_refused_by_name(tmp_path):
-    state = {"a": jnp.arange(4.0)}
-    args = adacheck.SaveArgs(state, save_args={"a": ocp_v0.SaveArgs(shard_axes=(0,))})
-    refused = pytest.raises(MismatchError, match=r"leaf a: SaveArgs\(shard_axes")
-    with ocp_v0.Checkpointer(adacheck.AdaCheckHandler()) as checkpointer, refused:
-        checkpointer.save(tmp_path / "1", args=args)
 
 
 def test_load_and_broadcast_reads_once():
