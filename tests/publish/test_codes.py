@@ -11,9 +11,9 @@ from hypothesis import strategies as st
 from adacheck_jax.errors import IntegrityError
 from adacheck_jax.format.boxes import Box
 from adacheck_jax.format.byte_loops import fingerprint_of
-from adacheck_jax.format.manifest import Grid
+from adacheck_jax.format.manifest import ITEMSIZES_BYTES, Leaf
 from adacheck_jax.publish import differences, weights
-from adacheck_jax.publish.records import Leaves, PublishedLeaf
+from adacheck_jax.publish.records import Leaves
 from adacheck_jax.publish.weights import Weights
 
 
@@ -53,7 +53,7 @@ def leaves_in(shares: int) -> Leaves:
             cuts[axis] = tuple(sorted({0, *(int(end) for end in ends[: 2 * shares])}))
         count = math.prod(max(1, len(points) - 1) for points in cuts)
         owners = tuple((number + n) % shares for n in range(count))
-        leaves.append(PublishedLeaf(path, shape, dtype, Grid(tuple(cuts), owners)))
+        leaves.append(Leaf(path, shape, dtype, ITEMSIZES_BYTES[dtype], None, tuple(cuts), owners))
     return Leaves(tuple(leaves), shares)
 
 
@@ -93,7 +93,7 @@ def arrays_of(found: Weights) -> list[np.ndarray]:
     return [found.block(i, Box.full(x.shape)) for i, x in enumerate(found.leaves.leaves)]
 
 
-def words_of(array: np.ndarray, leaf: PublishedLeaf) -> np.ndarray:
+def words_of(array: np.ndarray, leaf: Leaf) -> np.ndarray:
     return np.ascontiguousarray(array).reshape(-1).view(f"u{leaf.word_bytes}")
 
 
@@ -149,8 +149,8 @@ def test_small_steps_of_bfloat16_take_a_hundredth_where_one_per_cent_changes():
     rng = np.random.default_rng(0)
     master = rng.standard_normal(1 << 20, np.float32) * np.float32(0.02)
     moved = master + np.float32(2e-7) * np.sign(rng.standard_normal(master.size, np.float32))
-    whole = Grid(((0, master.size),), (0,))
-    leaves = Leaves((PublishedLeaf("w", master.shape, "bfloat16", whole),), 1)
+    leaf = Leaf("w", master.shape, "bfloat16", 2, None, ((0, master.size),), (0,))
+    leaves = Leaves((leaf,), 1)
     before, after = (x.astype(ml_dtypes.bfloat16) for x in (master, moved))
     data, count = weights.encode(weights_of(leaves, [before]), weights_of(leaves, [after]), 0)
     assert 0.008 < count / master.size < 0.012

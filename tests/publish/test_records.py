@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from adacheck_jax.errors import FormatError, IntegrityError
-from adacheck_jax.format.manifest import Grid
+from adacheck_jax.format.manifest import Leaf
 from adacheck_jax.format.manifest_json import MAX_CONTAINERS, checksum_of
 from adacheck_jax.publish import records
 from adacheck_jax.publish.records import (
@@ -18,7 +18,6 @@ from adacheck_jax.publish.records import (
     Claim,
     Leaves,
     ParentVersion,
-    PublishedLeaf,
     Stored,
     Version,
 )
@@ -29,8 +28,8 @@ RECORDS = [
     Claim(3, 17, "text"),
     Leaves(
         (
-            PublishedLeaf("a", (3, 0), "bfloat16", Grid(((0, 2, 3), (0,)), (0, 1))),
-            PublishedLeaf("b/c", (), "float32", Grid((), (1,))),
+            Leaf("a", (3, 0), "bfloat16", 2, None, ((0, 2, 3), (0,)), (0, 1)),
+            Leaf("b/c", (), "float32", 4, None, (), (1,)),
         ),
         2,
     ),
@@ -105,7 +104,7 @@ def leaf(shape: list[int], dtype: str, owner: int = 0) -> dict[str, Any]:
 )
 def test_fields_without_a_meaning_are_refused(number, fields):
     record = RECORDS[number]
-    with pytest.raises(FormatError, match="missing or wrong"):
+    with pytest.raises(FormatError, match="missing or has the wrong"):
         records.decode(changed(record, lambda body: body.update(fields)), type(record), "here")
 
 
