@@ -7,6 +7,8 @@ import errno
 import shutil
 import threading
 import uuid
+from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import jax
@@ -18,7 +20,7 @@ import pytest
 from adacheck_jax.errors import LineageError, MismatchError, StorageError
 from adacheck_jax.publish import Follower, Publisher, records
 from adacheck_jax.publish.reading import VersionReader
-from adacheck_jax.publish.records import Stored
+from adacheck_jax.publish.records import Stored, Version
 from adacheck_jax.publish.root import BASES, VERSIONS, Root
 from adacheck_jax.publish.weights import Weights
 from adacheck_jax.store.storage.location import at, located
@@ -292,13 +294,13 @@ def test_damage_is_not_served_and_a_later_base_heals(where, how, tmp_path):
         assert follower.version == max(known)
 
 
-def test_weights_that_do_not_have_their_fingerprints_are_not_served(tmp_path, monkeypatch):
-    training = Training()
+def test_weights_that_do_not_have_their_fingerprints_are_neither_served_nor_built_on(
+    tmp_path, monkeypatch
+):
+    training, apply = Training(), Weights.apply
     known = published(tmp_path, 2, training)
     follower = Follower(tmp_path, abstract())
     follower.latest()
-    known |= published(tmp_path, 1, training)
-    apply = Weights.apply
 
     def wrong(self: Any, changes: Any) -> None:
         apply(self, changes)
@@ -306,27 +308,16 @@ def test_weights_that_do_not_have_their_fingerprints_are_not_served(tmp_path, mo
 
     with monkeypatch.context() as patch:
         patch.setattr(Weights, "apply", wrong)
-        assert not follower.update()
-    assert bits(follower.params) == known[1]
-    assert "expected the bits that were published" in follower.problem
+        known |= published(tmp_path, 1, training)  # with a base: what it read back is wrong
+        late = Follower(tmp_path, abstract())
+        assert bits(late.latest()) == known[2]
+        known |= published(tmp_path, 1, training, base_every=9)
+        for each in (follower, late):
+            each.update()
+            assert bits(each.params) == known[each.version]
     known |= published(tmp_path, 1, training, base_every=1)
-    assert bits(follower.latest()) == known[3]
-
-
-def test_a_publisher_goes_on_with_a_base_where_what_it_read_back_is_wrong(tmp_path, monkeypatch):
-    training, apply = Training(), Weights.apply
-    published(tmp_path, 2, training)
-    follower = Follower(tmp_path, abstract())
-
-    def wrong(self: Any, changes: Any) -> None:
-        apply(self, changes)
-        self.words[0, 2][3] ^= 1
-
-    with monkeypatch.context() as patch:
-        patch.setattr(Weights, "apply", wrong)
-        known = published(tmp_path, 1, training)
-    assert bits(follower.latest()) == known[2]
-    assert not follower.problem
+    for each in (follower, late):
+        assert bits(each.latest()) == known[4]
 
 
 def test_what_vanishes_under_a_follower_makes_it_begin_at_a_base(tmp_path, monkeypatch):
@@ -422,44 +413,33 @@ def test_numbers_that_the_wanted_type_does_not_hold_are_refused(tmp_path):
     assert [found["codes"].tolist(), found["w"].tolist()] == [[-5, 100], [1, 1]]
 
 
-def files_of(root: Any) -> list[str]:
-    return sorted(str(each) for each in at(root).list())
+def refused(root: Any, told: str) -> None:
+    """Expects that a root is refused on both sides, and left as it is."""
+    before = sorted(str(each) for each in at(root).list())
+    follower = Follower(root, abstract(), poll_s=0.01)
+    for call in (lambda: Publisher(root), follower.latest, lambda: follower.wait_for(0)):
+        with pytest.raises(MismatchError, match=told):
+            call()
+    assert sorted(str(each) for each in at(root).list()) == before
 
 
 def test_the_root_of_a_checkpoint_manager_is_refused_on_both_sides(tmp_path):
-    root = tmp_path / "checkpoints"
-    follower = Follower(root, abstract(), poll_s=0.01)
-    assert not follower.update(), "nothing is there yet"
-    with ocp.CheckpointManager(root) as manager:
+    with ocp.CheckpointManager(tmp_path) as manager:
         for step in range(5):
             manager.save(step, args=ocp.args.StandardSave({"w": np.arange(1 + step)}))
-    before = files_of(root)
-    match = r"the root of a checkpoint manager \(0, 1, 2 and 2 more\)"
-    with pytest.raises(MismatchError, match=match):
-        Publisher(root)
-    for asked in (follower.latest, lambda: follower.wait_for(0)):
-        with pytest.raises(MismatchError, match=match):
-            asked()
-    assert files_of(root) == before
+    refused(tmp_path, r"the root of a checkpoint manager \(0, 1, 2 and 2 more\)")
 
 
-def test_a_directory_of_other_content_is_refused_on_every_storage(root):
-    (at(root) / "logs" / "events").write(b"1")
-    (at(root) / "notes.txt").write(b"2")
-    before = files_of(root)
-    with pytest.raises(MismatchError, match=r"other content \(logs, notes.txt\)"):
-        Publisher(root)
-    with pytest.raises(MismatchError, match=r"other content \(logs, notes.txt\)"):
-        Follower(root, abstract()).update()
-    assert files_of(root) == before
-
-
-def test_what_lies_beside_published_weights_does_no_harm(tmp_path):
-    (tmp_path / ".snapshot").mkdir()  # file systems have folders of their own
-    published(tmp_path, 1)
-    (tmp_path / "notes.txt").write_text("by hand")
-    expected = published(tmp_path, 2)
-    assert bits(Follower(tmp_path, abstract()).latest()) == expected[2]
+def test_other_content_is_refused_on_every_storage_and_does_no_harm_beside_weights(root):
+    (at(root) / "notes.txt").write(b"1")
+    (at(root) / "logs" / "events").write(b"2")
+    refused(root, r"other content \(logs, notes.txt\)")
+    at(root).delete()
+    (at(root) / ".snapshot" / "of the file system").write(b"3")
+    published(root, 1)
+    (at(root) / "notes.txt").write(b"by hand")
+    expected = published(root, 2)
+    assert bits(Follower(root, abstract()).latest()) == expected[2]
 
 
 @pytest.mark.parametrize("how", ["cut", "gone"])
@@ -485,55 +465,47 @@ def test_versions_never_go_down_where_records_were_lost(how, tmp_path):
     assert "records between were lost" not in follower.problem
 
 
-def test_a_delta_larger_than_its_leaves_can_have_is_not_read(tmp_path, monkeypatch):
-    training = Training()
-    published(tmp_path, 2, training)
-    reader = VersionReader(Root(tmp_path))
-    known = reader.versions([0, 1])
-    record = dataclasses.replace(known[1], deltas=(Stored(2**50, "0" * 32),))
-    (tmp_path / "versions" / f"{1:012}").write_bytes(records.encode(record))
-    load = Root.load
-
-    def refusing(root, place, stored):
-        assert stored.nbytes < 2**50, "it was read"
-        return load(root, place, stored)
-
-    monkeypatch.setattr(Root, "load", refusing)
-    follower = Follower(tmp_path, abstract())
-    follower.latest()
-    assert follower.version == 0
-    assert "found one of 1125899906842624 bytes" in follower.problem
-    record = dataclasses.replace(known[1], deltas=(*known[1].deltas, None))
-    (tmp_path / "versions" / f"{1:012}").write_bytes(records.encode(record))
-    late = Follower(tmp_path, abstract())
-    late.latest()
-    assert late.version == 0
-    assert "expected a delta of each of 1 shares, found 2" in late.problem
+def with_deltas(root: Path, change: Callable[[Any], Any]) -> None:
+    """Gives the record of version 1 other deltas."""
+    record = Root(root).read(VERSIONS, 1, Version)
+    made = dataclasses.replace(record, deltas=change(record.deltas))
+    Root(root).record_at(VERSIONS, 1).write(records.encode(made))
 
 
-def test_a_record_of_another_place_is_refused(tmp_path):
-    published(tmp_path, 2)
-    (tmp_path / "versions" / f"{5:012}").write_bytes(
-        (tmp_path / "versions" / f"{1:012}").read_bytes()
-    )
-    follower = Follower(tmp_path, abstract())
-    follower.latest()
-    assert follower.version == 1
-    assert "expected the record of 5, found that of 1" in follower.problem
+def moved_away(root: Path) -> None:
+    """Puts a link in the place of a part of the only base."""
+    part = next((root / "parts").rglob(f"*/0-{0:012}"))
+    part.symlink_to(part.rename(root.parent / "elsewhere"))
 
 
-def test_a_root_that_is_read_through_a_link_is_refused(tmp_path):
-    expected = published(tmp_path / "real", 1)
-    part = next((tmp_path / "real/parts").rglob(f"*/0-{0:012}"))
-    moved = part.rename(tmp_path / "elsewhere")
-    part.symlink_to(moved)
-    follower = Follower(at(tmp_path / "real"), abstract())
-    with pytest.raises(LineageError):
-        follower.latest()
-    assert "link" in follower.problem
-    part.unlink()
-    moved.rename(part)
-    assert bits(Follower(tmp_path / "real", abstract()).latest()) == expected[0]
+CRAFTED = {
+    "a delta larger than its leaves can have": (
+        lambda root: with_deltas(root, lambda _: (Stored(2**50, "0" * 32),)),
+        *(0, "found one of 1125899906842624 bytes"),  # which are not read
+    ),
+    "deltas of more shares than there are": (
+        lambda root: with_deltas(root, lambda deltas: (*deltas, None)),
+        *(0, "expected a delta of each of 1 shares, found 2"),
+    ),
+    "a record in the place of another": (
+        lambda root: shutil.copy(root / f"versions/{1:012}", root / f"versions/{5:012}"),
+        *(1, "expected the record of 5, found that of 1"),
+    ),
+    "a link": (moved_away, None, "link"),
+}
+
+
+@pytest.mark.parametrize("name", CRAFTED)
+def test_what_somebody_put_there_is_not_read(name, tmp_path):
+    root = tmp_path / "weights"
+    craft, version, problem = CRAFTED[name]
+    known = published(root, 2)
+    craft(root)
+    follower = Follower(root, abstract())
+    assert follower.update() == (version is not None)
+    assert follower.version == version
+    assert version is None or bits(follower.params) == known[version]
+    assert problem in follower.problem
 
 
 @pytest.mark.parametrize("first", [0, 7])
