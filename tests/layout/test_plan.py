@@ -226,4 +226,6 @@ def test_the_root_of_the_params_is_told_by_their_gradients():
     assert params_of(paths, ["net/a/w", "net/b/w"]).root == "state/params"
     assert params_of(paths, ["net/a/w"]).root == "state/params"
     assert params_of(["w"], ["w"]) == Params("", frozenset(["w"]))
+    single = ["module/w", "module/bias"]  # at the top, whose name stays
+    assert params_of(single, single).root == ""
     assert params_of(paths, []).root == "state/params/net"
