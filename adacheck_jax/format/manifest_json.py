@@ -10,8 +10,9 @@ from __future__ import annotations
 import dataclasses
 import hashlib
 import json
-from collections.abc import Mapping
-from typing import Any
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any, TypeVar
 
 from adacheck_jax.errors import FormatError, IntegrityError
 from adacheck_jax.format.manifest import BaseManifest, Delta, DeltaManifest, Manifest
@@ -26,6 +27,29 @@ MAX_CONTAINERS = 2**22
 MAX_VALUES = 2**25
 """Members of all lists and objects, about."""
 
+_T = TypeVar("_T")
+
+
+@dataclass(frozen=True, slots=True)
+class FileKind:
+    """A kind of JSON files, each with a checksum of all else in it: its versions, and its names.
+
+    Attributes:
+        noun, content: name of a file, and of what it tells about, in messages.
+        oldest, newest: format versions that are read, and the one that is written.
+        remedy: what to do about a file that cannot be read.
+    """
+
+    noun: str
+    content: str
+    oldest: int
+    newest: int
+    remedy: str
+
+
+MANIFEST = FileKind(
+    "manifest", "checkpoint", OLDEST_VERSION, FORMAT_VERSION, "Restore another step."
+)
 _KINDS: dict[str, type[Manifest]] = {"base": BaseManifest, "delta": DeltaManifest}
 
 
@@ -38,13 +62,22 @@ def sealed(manifest: Manifest, *, where: str) -> tuple[bytes, Manifest]:
     Raises:
         FormatError: readers would refuse them.
     """
+    return read_back(
+        MANIFEST, lambda: encode(manifest)[0], lambda data: decode(data, where=where), where
+    )
+
+
+def read_back(
+    kind: FileKind, encoded: Callable[[], bytes], decoded: Callable[[bytes], _T], where: object
+) -> tuple[bytes, _T]:
+    """Bytes of a file of some kind, and what a reader makes of them; raises as :func:`sealed`."""
     try:
-        data, _ = encode(manifest)
-        return data, decode(data, where=where)
+        data = encoded()
+        return data, decoded(data)
     except (FormatError, IntegrityError, TypeError, ValueError, RecursionError) as error:
         raise FormatError(
-            f"{where}: expected a manifest that can be read back, found one that cannot, and wrote "
-            f"nothing ({error}). Report this with its message."
+            f"{where}: expected a {kind.noun} that can be read back, found one that cannot, and "
+            f"wrote nothing ({error}). Report this with its message."
         ) from error
 
 
@@ -95,44 +128,62 @@ def decode(data: bytes, *, where: str) -> Manifest:
         FormatError: the bytes are no manifest, or have an unknown format version.
         IntegrityError: the checksum does not match.
     """
+
+    def read(version: int, body: dict[str, Any]) -> Manifest:
+        for older in range(version, FORMAT_VERSION):
+            body = _UPGRADES[older](body)
+        return record(_KINDS[body["kind"]], body)
+
+    return checked(data, MANIFEST, read, where)
+
+
+def checked(
+    data: bytes, kind: FileKind, read: Callable[[int, dict[str, Any]], _T], where: object
+) -> _T:
+    """Checks the bytes of a file of some kind, and decodes them; raises as :func:`decode`.
+
+    Args:
+        data: the bytes.
+        kind: kind of the file.
+        read: function that reads the fields, of the format version that it is given.
+        where: the file, for messages.
+    """
     try:
-        body = parsed(data, where)
+        body = parsed(data, str(where))
     except (ValueError, RecursionError) as error:
         raise FormatError(
-            f"{where}: expected a JSON manifest, found {len(data)} bytes that are not "
-            f"({error}). The file is truncated or overwritten; restore another step."
+            f"{where}: expected a JSON {kind.noun}, found {len(data)} bytes that are not "
+            f"({error}). The file is truncated or overwritten. {kind.remedy}"
         ) from error
     if not isinstance(body, dict) or "format" not in body:
         raise FormatError(
-            f"{where}: expected an adacheck manifest, found other JSON. Restore another step."
+            f"{where}: expected an adacheck {kind.noun}, found other JSON. {kind.remedy}"
         )
     version = body["format"]
-    if type(version) is not int or not OLDEST_VERSION <= version <= FORMAT_VERSION:
+    if type(version) is not int or not kind.oldest <= version <= kind.newest:
+        versions = " to ".join(map(str, sorted({kind.oldest, kind.newest})))
         raise FormatError(
-            f"{where}: expected format version {OLDEST_VERSION} to {FORMAT_VERSION}, found "
-            f"{shown(version)}. Install the adacheck-jax release that wrote this checkpoint."
+            f"{where}: expected format version {versions}, found {shown(version)}. Install the "
+            f"adacheck-jax release that wrote this {kind.content}."
         )
     checksum = body.pop("checksum", None)
     try:
         expected = checksum_of(body)
     except RecursionError as error:  # json reads deeper nesting than it writes
         raise FormatError(
-            f"{where}: the manifest is nested too deep ({error}). Restore another step."
+            f"{where}: the {kind.noun} is nested too deep ({error}). {kind.remedy}"
         ) from error
     if checksum != expected:
         raise IntegrityError(
-            f"{where}: the manifest does not match its own checksum (found {shown(checksum)}): "
-            "the file was changed after it was written. Restore another step."
+            f"{where}: the {kind.noun} does not match its own checksum (found {shown(checksum)}): "
+            f"the file was changed after it was written. {kind.remedy}"
         )
     try:
-        body = {**body, "checksum": expected}
-        for older in range(version, FORMAT_VERSION):
-            body = _UPGRADES[older](body)
-        return record(_KINDS[body["kind"]], body)
+        return read(version, {**body, "checksum": expected})
     except (LookupError, TypeError, ValueError, AttributeError) as error:
         raise FormatError(
-            f"{where}: a field of the manifest is missing or has the wrong type ({error!r}). "
-            "Restore another step."
+            f"{where}: a field of the {kind.noun} is missing or has the wrong type ({error!r}). "
+            f"{kind.remedy}"
         ) from error
 
 

@@ -12,8 +12,7 @@ import math
 import threading
 import time
 from collections.abc import Callable, Collection, Iterator, Sequence
-from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import numpy as np
@@ -197,33 +196,30 @@ class Follower:
         self._process.enter()
         with self._lock, jax_settings.own(x64=True):
             self._calls.note(call)
-            return self._advanced(look, longest_s)
+            self._trouble, past = "", self._past
+            where = f"{self._root}: follower {self._calls.key}"  # there may be several of one root
+            self._past = together = run.exchange(where, is_save=False)
+            together = together.within(longest_s).watching(self._calls)
+            for _ in range(_VANISHED):
+                route: Route | None = None
 
-    def _advanced(self, look: Callable[[], Route | None], longest_s: float | None) -> bool | None:
-        self._trouble, past = "", self._past
-        where = f"{self._root}: follower {self._calls.key}"  # there may be several of one root
-        self._past = together = run.exchange(where, is_save=False)
-        together = together.within(longest_s).watching(self._calls)
-        for _ in range(_VANISHED):
-            route: Route | None = None
+                def judged(reports: Sequence[Report]) -> Report:
+                    nonlocal route
+                    self._reader.refused.update(key for each in reports for key in each["refused"])
+                    route = look()
+                    return {"end": None if route is None else route.end.sequence}
 
-            def judged(reports: Sequence[Report]) -> Report:
-                nonlocal route
-                self._reader.refused.update(key for each in reports for key in each["refused"])
-                route = look()
-                return {"end": None if route is None else route.end.sequence}
-
-            end = together.turn({"refused": [*self._reader.refused]}, judged)["end"]
-            past.forget()  # all have ended it
-            if end is None:
-                return None
-            try:
-                self._take(end, route, together)
-                return True
-            except GoneError as error:
-                _log.info("Published weights were pruned while they were read: %s", error)
-            except (FormatError, IntegrityError):
-                continue  # refused by the reader from now on, which finds another way
+                end = together.turn({"refused": [*self._reader.refused]}, judged)["end"]
+                past.forget()  # all have ended it
+                if end is None:
+                    return None
+                try:
+                    self._take(end, route, together)
+                    return True
+                except GoneError as error:
+                    _log.info("Published weights were pruned while they were read: %s", error)
+                except (FormatError, IntegrityError):
+                    continue  # refused by the reader from now on, which finds another way
         return False
 
     @property
@@ -338,8 +334,7 @@ class Follower:
         else:
             found = weights.fingerprints()
         reading.check(version, weights.leaves, found, self._root)
-        paths = {index: leaves[index].path for index in arrays}
-        return {paths[i]: self._wanted.cast(paths[i], array) for i, array in arrays.items()}
+        return {leaves[i].path: self._wanted.cast(leaves[i].path, x) for i, x in arrays.items()}
 
     @jax_settings.own(x64=True)
     def _heal(self) -> None:
@@ -352,8 +347,7 @@ class Follower:
                 f"{self._root}: expected params that were not donated, found {len(gone)} arrays "
                 "that were, and no whole copy. Wait for the next version."
             )
-        leaves = self._weights.leaves.leaves
-        indices = [index for index, leaf in enumerate(leaves) if leaf.path in gone]
+        indices = [i for i, leaf in enumerate(self._weights.leaves.leaves) if leaf.path in gone]
         self._arrays |= self._verified(self._have, self._weights, indices, self._have)
 
     def changes(self) -> dict[str, tuple[np.ndarray, np.ndarray]]:
@@ -382,8 +376,7 @@ class Follower:
             return found
 
 
-@dataclass(frozen=True, slots=True)
-class _Found:
+class _Found(NamedTuple):
     """A version as this process has read it.
 
     Attributes:

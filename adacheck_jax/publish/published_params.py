@@ -18,8 +18,8 @@ from adacheck_jax.device.sharding import distinct_boxes, layout_of_array
 from adacheck_jax.device.transfer import Pick, picks_of
 from adacheck_jax.errors import MismatchError
 from adacheck_jax.format.boxes import Box, cuts_of
-from adacheck_jax.format.manifest import ITEMSIZES_BYTES, Grid
-from adacheck_jax.publish.records import Leaves, PublishedLeaf
+from adacheck_jax.format.manifest import ITEMSIZES_BYTES, Grid, Leaf
+from adacheck_jax.publish.records import Leaves
 
 Kind = tuple[str, tuple[int, ...], str, Any]
 """Path, shape, data type and sharding of a leaf."""
@@ -88,17 +88,16 @@ def share_of(kinds: Sequence[Kind], arrays: Sequence[Any], process: int) -> Publ
     if count > 1:
         itemsizes_bytes = [array.dtype.itemsize for array in arrays]
         grids = share_out(layouts, itemsizes_bytes, frozenset())
-    pairs = zip(kinds, grids, strict=True)
-    leaves = Leaves(tuple(PublishedLeaf(*each[:3], grid) for each, grid in pairs), count)
+    leaves = tuple(
+        Leaf(path, shape, dtype, ITEMSIZES_BYTES[dtype], None, grid.cuts, grid.owners)
+        for (path, shape, dtype, _), grid in zip(kinds, grids, strict=True)
+    )
     ranks = grid_of(arrays).ranks(0)  # of all leaves the same replica
-    own: dict[int, list[Box]] = {i: [] for i in range(len(kinds))}
-    for i, box in leaves.boxes[process]:
-        own[i].append(box)
     picks, whole_picks = Picks(), Picks()
     for i, array in enumerate(arrays):
-        boxes = own[i] if count > 1 else distinct_boxes(array)
+        boxes = leaves[i].boxes_of(process) if count > 1 else distinct_boxes(array)
         picks[i] = whole_picks[i] = picks_of(array, boxes, ranks)
         if count > 1 and grids[i].cuts != layouts[i].cuts:
             whole_picks[i] = picks_of(array, accounted(array, process), ranks)
     compared = comparison_of(replicated_sites([path for path, *_ in kinds], arrays))
-    return PublishedShare(kinds, leaves, picks, whole_picks, compared)
+    return PublishedShare(kinds, Leaves(leaves, count), picks, whole_picks, compared)

@@ -190,7 +190,11 @@ class VersionReader:
                     f"{self.root.record_at(VERSIONS, record.sequence)}: expected a delta of "
                     f"{leaves.nbytes} bytes of leaves, found one of {record.delta_bytes} bytes."
                 )
-            return _changes(self.root, record, leaves, share)
+            stored = record.deltas[share] if record.deltas else None
+            if stored is None:
+                return []
+            place = self.root.delta_at(record.sequence, record.epoch, share)
+            return weights.decode(leaves, share, self.root.load(place, stored), self.root)
 
     def _base(self, base: Base, found: Weights, threads: ThreadPoolExecutor) -> Weights:
         with self._judged(_base_key(base)):
@@ -248,15 +252,6 @@ def _base_key(base: Base) -> str:
     return f"base {base.sequence} {base.of}"
 
 
-def _changes(root: Root, record: Version, leaves: Leaves, share: int) -> list[WeightChange]:
-    """Changes of a version's delta of a share; none if it has none."""
-    stored = record.deltas[share] if record.deltas else None
-    if stored is None:
-        return []
-    data = root.load(root.delta_at(record.sequence, record.epoch, share), stored)
-    return weights.decode(leaves, share, data, root)
-
-
 def check(version: Version, leaves: Leaves, found: Sequence[int], where: object) -> None:
     """Compares fingerprints of weights with those of their version.
 
@@ -273,11 +268,8 @@ def check(version: Version, leaves: Leaves, found: Sequence[int], where: object)
         )
 
 
-def read_version(root: Root, number: int) -> tuple[Version, Weights, list[WeightChange]]:
-    """One version that is kept, compared with its fingerprints on the host.
-
-    Returns:
-        The record, the weights, and the changes of its own delta: none if it has none.
+def read_version(root: Root, number: int) -> Weights:
+    """The weights of a version that is kept, compared with its fingerprints on the host.
 
     Raises:
         LineageError: there is no such version.
@@ -304,10 +296,8 @@ def read_version(root: Root, number: int) -> tuple[Version, Weights, list[Weight
             )
         made, _ = reader.load(route, None)
         check(wanted, made.leaves, made.fingerprints(), root)
-        shares = range(made.leaves.shares)
-        changes = [x for share in shares for x in _changes(root, wanted, made.leaves, share)]
+        return made
     except GoneError as error:
         raise LineageError(
             f"{root}: version {number} was pruned while it was read ({error}). Give a newer one."
         ) from error
-    return wanted, made, changes

@@ -9,27 +9,21 @@ from __future__ import annotations
 import dataclasses
 import functools
 import itertools
-import math
 from dataclasses import dataclass, field
-from typing import TypeVar
+from typing import Any, TypeVar
 
-from adacheck_jax.errors import FormatError, IntegrityError
-from adacheck_jax.format import manifest_records
-from adacheck_jax.format.boxes import Box, grid
-from adacheck_jax.format.manifest import ITEMSIZES_BYTES, Grid
-from adacheck_jax.format.manifest_json import checksum_of, checksummed, parsed
-from adacheck_jax.format.manifest_records import (
-    MAX_AXES,
-    MAX_STATE_BYTES,
-    digits,
-    natural,
-    shown,
-    text,
-)
+from adacheck_jax.format import manifest_json, manifest_records
+from adacheck_jax.format.boxes import Box
+from adacheck_jax.format.manifest import ITEMSIZES_BYTES, Leaf
+from adacheck_jax.format.manifest_json import FileKind
+from adacheck_jax.format.manifest_records import MAX_STATE_BYTES, digits, natural, text, tuple_of
 
 FORMAT_VERSION = 3
 MAX_NUMBER = 10**12 - 1
 """Largest epoch and sequence number: names have so many digits."""
+_RECORD = FileKind(
+    "record", "version", FORMAT_VERSION, FORMAT_VERSION, "A later base heals followers."
+)
 _MAX_FINGERPRINTS = 2**22
 _MAX_SHARES = 2**16
 PART_BYTES = 1 << 26
@@ -63,39 +57,6 @@ class Claim(Record):
     token: str
 
 
-@dataclass(frozen=True, slots=True)
-class PublishedLeaf:
-    """One leaf of the published params.
-
-    Attributes:
-        path: leaf path, below the path of the params.
-        shape: global shape.
-        dtype: numpy name of the elements' type.
-        grid: its boxes, and the share that each belongs to.
-    """
-
-    path: str
-    shape: tuple[int, ...]
-    dtype: str
-    grid: Grid
-
-    @property
-    def nbytes(self) -> int:
-        """Bytes of the leaf."""
-        return math.prod(self.shape) * ITEMSIZES_BYTES[self.dtype]
-
-    @property
-    def word_bytes(self) -> int:
-        """Bytes of the words that differences are taken of; a complex number is two words."""
-        width = ITEMSIZES_BYTES[self.dtype]
-        return width // 2 if self.dtype.startswith("complex") else width
-
-    @property
-    def words(self) -> int:
-        """Number of words of an element."""
-        return ITEMSIZES_BYTES[self.dtype] // self.word_bytes
-
-
 @dataclass(frozen=True)
 class Leaves(Record):
     """All leaves, in the order of their paths, in shares of which each process writes one.
@@ -105,7 +66,7 @@ class Leaves(Record):
         shares: number of the shares.
     """
 
-    leaves: tuple[PublishedLeaf, ...]
+    leaves: tuple[Leaf, ...]
     shares: int
 
     @property
@@ -118,14 +79,13 @@ class Leaves(Record):
         """The boxes of each share, with the indices of their leaves, in the order of the leaves."""
         found: list[list[tuple[int, Box]]] = [[] for _ in range(self.shares)]
         for index, leaf in enumerate(self.leaves):
-            for box, owner in zip(grid(leaf.grid.cuts), leaf.grid.owners, strict=True):
+            for box, owner in zip(leaf.boxes, leaf.owners, strict=True):
                 found[owner].append((index, box))
         return found
 
     def share_bytes(self, share: int) -> int:
         """Bytes of a share."""
-        pairs = ((box, self.leaves[index]) for index, box in self.boxes[share])
-        return sum(box.size * leaf.words * leaf.word_bytes for box, leaf in pairs)
+        return sum(box.size * self.leaves[i].itemsize_bytes for i, box in self.boxes[share])
 
 
 @dataclass(frozen=True, slots=True)
@@ -207,24 +167,25 @@ def sealed(record: _T, where: object) -> tuple[bytes, _T]:
     Raises:
         FormatError: followers would refuse them.
     """
-    data = encode(record)
-    try:
-        return data, decode(data, type(record), where)
-    except (FormatError, IntegrityError) as error:
-        raise FormatError(
-            f"{where}: expected a record that can be read back, found one that cannot, and wrote "
-            f"nothing ({error}). Report this with its message."
-        ) from error
+    kind = type(record)
+    return manifest_json.read_back(
+        _RECORD, lambda: encode(record), lambda data: decode(data, kind, where), where
+    )
 
 
 def encode(record: Record) -> bytes:
     """Bytes of a record's file."""
-    body = dataclasses.asdict(record)
+    body, kind = dataclasses.asdict(record), type(record).__name__.lower()
     del body["checksum"]
     if isinstance(record, Version):
         body["fingerprints"] = "".join(f"{each:016x}" for each in record.fingerprints)
-    kind = type(record).__name__.lower()
-    return checksummed({"format": FORMAT_VERSION, "kind": kind, **body})[0]
+    elif isinstance(record, Leaves):
+        body["leaves"] = [
+            {"path": x.path, "shape": x.shape, "dtype": x.dtype}
+            | {"grid": {"cuts": x.cuts, "owners": x.owners}}
+            for x in record.leaves
+        ]
+    return manifest_json.checksummed({"format": FORMAT_VERSION, "kind": kind, **body})[0]
 
 
 def decode(data: bytes, kind: type[_T], where: object) -> _T:
@@ -234,39 +195,26 @@ def decode(data: bytes, kind: type[_T], where: object) -> _T:
         FormatError: the bytes are no such record.
         IntegrityError: they were changed since they were written.
     """
-    try:
-        body = parsed(data, str(where))
-        checksum, version = body.pop("checksum"), body.pop("format")
-        found = checksum_of({"format": version, **body})
-    except (ValueError, LookupError, TypeError, AttributeError, RecursionError) as error:
-        raise FormatError(
-            f"{where}: expected a record of published weights, found {len(data)} bytes that are "
-            f"none ({error!r}). Publish to and follow a root of published weights."
-        ) from error
-    if type(version) is not int or version != FORMAT_VERSION:
-        raise FormatError(
-            f"{where}: expected format version {FORMAT_VERSION}, found {shown(version)}. "
-            "Install the adacheck-jax release that published these weights."
-        )
-    if checksum != found:
-        raise IntegrityError(
-            f"{where}: expected the checksum that the record has of itself, found another: the "
-            "file was changed after it was written. A later base heals followers."
-        )
-    try:
-        if body.pop("kind") != kind.__name__.lower():
+
+    def read(_: int, body: dict[str, Any]) -> _T:
+        if body["kind"] != kind.__name__.lower():
             raise ValueError(f"expected a {kind.__name__.lower()}")
         if kind is Version:
             letters = text(body["fingerprints"])
             body["fingerprints"] = [letters[at : at + 16] for at in range(0, len(letters), 16)]
-        record = manifest_records.record(kind, {**body, "checksum": found})
+        elif kind is Leaves:
+            body["leaves"] = [*tuple_of(_leaf_fields, body["leaves"])]
+        record = manifest_records.record(kind, body)
         _check(record)
         return record
-    except (LookupError, TypeError, ValueError, AttributeError) as error:
-        raise FormatError(
-            f"{where}: a field of the record is missing or wrong ({error!r}). A later base heals "
-            "followers."
-        ) from error
+
+    return manifest_json.checked(data, _RECORD, read, where)
+
+
+def _leaf_fields(body: dict[str, Any]) -> dict[str, Any]:
+    """Fields of a :class:`~adacheck_jax.format.manifest.Leaf`, of those in a record."""
+    sizes = {"itemsize_bytes": ITEMSIZES_BYTES[body["dtype"]], "key_type": None}
+    return {**body, **sizes, "cuts": body["grid"]["cuts"], "owners": body["grid"]["owners"]}
 
 
 def _check(record: Record) -> None:
@@ -285,13 +233,8 @@ def _check(record: Record) -> None:
 
 def _check_leaves(found: Leaves) -> None:
     natural(found.shares, _MAX_SHARES)
-    for leaf in found.leaves:
-        if leaf.dtype not in ITEMSIZES_BYTES:
-            raise ValueError(f"data type {shown(leaf.dtype)}")
-        if len(leaf.shape) > MAX_AXES or math.prod(filter(None, leaf.shape)) > MAX_STATE_BYTES:
-            raise ValueError(f"shape {shown(leaf.shape)}")
-        if leaf.grid.shape != leaf.shape or max(leaf.grid.owners) >= found.shares:
-            raise ValueError(f"boxes {shown(leaf.grid)} of shape {shown(leaf.shape)}")
+    if any(max(each.owners) >= found.shares for each in found.leaves):
+        raise ValueError(f"boxes of more than {found.shares} shares")
     paths = [each.path for each in found.leaves]
     if paths != sorted(set(paths)):
         raise ValueError("paths that do not ascend")

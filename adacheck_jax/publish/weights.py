@@ -18,8 +18,9 @@ from adacheck_jax.errors import IntegrityError
 from adacheck_jax.format.boxes import Blocks, Box
 from adacheck_jax.format.byte_loops import fingerprints_of
 from adacheck_jax.format.fingerprint import combine
+from adacheck_jax.format.manifest import Leaf
 from adacheck_jax.publish import differences
-from adacheck_jax.publish.records import PART_BYTES, Leaves, PublishedLeaf
+from adacheck_jax.publish.records import PART_BYTES, Leaves
 
 _T = TypeVar("_T")
 _THREADS = 4
@@ -64,7 +65,8 @@ class Weights:
             every = leaves.boxes[share]
             for width in differences.WIDTHS:
                 own = [(i, box) for i, box in every if leaves.leaves[i].word_bytes == width]
-                ends = np.cumsum([0, *(x.size * leaves.leaves[i].words for i, x in own)])
+                sizes = (box.size * leaves.leaves[i].itemsize_bytes // width for i, box in own)
+                ends = np.cumsum([0, *sizes])
                 words = np.empty(ends[-1], f"u{width}")
                 for (i, box), (a, b) in zip(own, itertools.pairwise(ends), strict=True):
                     dtype = np.dtype(leaves.leaves[i].dtype)
@@ -143,14 +145,15 @@ class Weights:
             at += block.nbytes
 
 
-def _in_leaf(positions: np.ndarray, box: Box, leaf: PublishedLeaf) -> np.ndarray:
+def _in_leaf(positions: np.ndarray, box: Box, leaf: Leaf) -> np.ndarray:
     """Positions of a leaf's words, of their positions in a box."""
     if box.shape == leaf.shape:
         return positions
-    elements, rest = np.divmod(positions, leaf.words)
+    words = leaf.itemsize_bytes // leaf.word_bytes
+    elements, rest = np.divmod(positions, words)
     at = np.unravel_index(elements, box.shape)
     moved = tuple(each + start for each, start in zip(at, box.start, strict=True))
-    return np.ravel_multi_index(moved, leaf.shape) * leaf.words + rest
+    return np.ravel_multi_index(moved, leaf.shape) * words + rest
 
 
 def part_count(leaves: Leaves, share: int) -> int:
@@ -214,7 +217,7 @@ def _segments(leaves: Leaves, share: int) -> list[tuple[int, slice]]:
     totals: dict[int, int] = dict.fromkeys(differences.WIDTHS, 0)
     for index, box in leaves.boxes[share]:
         leaf = leaves.leaves[index]
-        totals[leaf.word_bytes] += box.size * leaf.words
+        totals[leaf.word_bytes] += box.size * leaf.itemsize_bytes // leaf.word_bytes
     return [
         (width, slice(start, min(start + differences.SEGMENT, total)))
         for width, total in totals.items()

@@ -130,29 +130,17 @@ class Writer:
             ReplicaError: replicas differ.
         """
         with self._owning():
-            return self._written(new)
-
-    @contextlib.contextmanager
-    def _owning(self) -> Iterator[None]:
-        """Tells as its cause that a newer publisher cleared what this one was writing."""
-        try:
-            yield
-        except FileNotFoundError:
-            check_owner(self._root, self._mine)
-            raise
-
-    def _written(self, new: NewVersion) -> Published:
-        made, is_following = new.weights, self._follows(new)
-        before, data, changed = self._weights, b"", 0
-        if is_following and before is not None:
-            data, changed = weights.encode(before, made, self._share)
-        while (found := self._recorded(new, data, changed, is_following=is_following)) is None:
-            self._next += 1  # that one is of a publisher that did not know yet that it had to stop
-        known, is_due = found
-        self.last, self._weights, self._next = known, made, known.sequence + 1
-        self._since_base += 1
-        self._since_base_bytes += known.delta_bytes
-        has_base = self._write_due_base(new, known) if is_due else not is_following
+            made, is_following = new.weights, self._follows(new)
+            before, data, changed = self._weights, b"", 0
+            if is_following and before is not None:
+                data, changed = weights.encode(before, made, self._share)
+            while (found := self._recorded(new, data, changed, is_following=is_following)) is None:
+                self._next += 1  # that one is of a publisher that did not know that it had to stop
+            known, is_due = found
+            self.last, self._weights, self._next = known, made, known.sequence + 1
+            self._since_base += 1
+            self._since_base_bytes += known.delta_bytes
+            has_base = self._write_due_base(new, known) if is_due else not is_following
         if has_base:
             self._since_base, self._since_base_bytes = 0, 0
         words = sum(each.nbytes // each.word_bytes for each in made.leaves.leaves)
@@ -165,6 +153,15 @@ class Writer:
             record_bytes=len(records.encode(known)),
             base_bytes=made.leaves.nbytes if has_base else 0,
         )
+
+    @contextlib.contextmanager
+    def _owning(self) -> Iterator[None]:
+        """Tells as its cause that a newer publisher cleared what this one was writing."""
+        try:
+            yield
+        except FileNotFoundError:
+            check_owner(self._root, self._mine)
+            raise
 
     def _follows(self, new: NewVersion) -> bool:
         """True if the version is a delta from the last one, in all processes; else a base."""
@@ -245,8 +242,11 @@ class Writer:
                 record = self._write_record(new.version, reports, is_following=is_following)
             if record is None:
                 return {}
-            since = self._since_base + 1, self._since_base_bytes + record.delta_bytes
-            is_due = plan.base_is_due(*since, self._leaves.nbytes, self._base_every)
+            # Late joiners would read as much in deltas as in a base, or too many of them.
+            is_due = (
+                self._since_base + 1 >= self._base_every
+                or self._since_base_bytes + record.delta_bytes >= max(self._leaves.nbytes, 1)
+            )
             return {"record": records.encode(record).decode(), "is_due": is_following and is_due}
 
         told = new.together.turn(own, judged)

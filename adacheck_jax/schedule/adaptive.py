@@ -115,6 +115,9 @@ class AdaptivePolicy:
         most_deltas: longest lineage that may be chosen. However few steps are kept, all deltas of
             their lineages stay on the disk, and each has links to those before it.
 
+    Attributes:
+        is_asked: True once a manager asked when to save, so that steps may be deferred.
+
     Raises:
         ValueError: one of them is not positive, or ``storage_mtbf_s`` is less than ``mtbf_s``.
     """
@@ -123,8 +126,8 @@ class AdaptivePolicy:
     restore_budget_s: float | None = 60.0
     most_deltas: int = 100
     storage_mtbf_s: float | None = None
+    is_asked: bool = dataclasses.field(default=False, init=False, repr=False)
     _position: Position | None = dataclasses.field(default=None, init=False, repr=False)
-    _is_asked: bool = dataclasses.field(default=False, init=False, repr=False)
 
     def __post_init__(self) -> None:
         for name in ("mtbf_s", "restore_budget_s", "storage_mtbf_s"):
@@ -144,11 +147,6 @@ class AdaptivePolicy:
                 f"expected most_deltas to be an int of at least 1, found {self.most_deltas!r}"
             )
 
-    @property
-    def is_asked(self) -> bool:
-        """True once a manager asked when to save, so that steps may be deferred."""
-        return self._is_asked
-
     def note(self, position: Position | None) -> None:
         """Notes how far the line of steps is; called by the handler."""
         self._position = position
@@ -162,7 +160,7 @@ class AdaptivePolicy:
         lineage, where there is no step to build on, and before a preemption. The answer depends on
         step numbers and on what all processes know alike, on no clock.
         """
-        self._is_asked = True
+        self.is_asked = True
         at = self._position
         if at is None or context.reached_preemption:
             return True

@@ -75,6 +75,12 @@ def test_what_is_not_wanted_is_not_taken():
     assert len(found.steps) == 1
 
 
+TWO = {"params/a": Kind((6, 4), "int8"), "params/b": Kind((4,), "int8")}
+GAP = ("block_0/w", "block_2/w")
+SCANNED = layout.scan_layers("block_{i}", "blocks")
+MASKED = {path: kind for path, kind in state().items() if path != "opt/mu/block_1/w"}
+FACTORED = state() | {"opt/mu/head": Kind((2,), "float32")}
+
 DO_NOT_FIT = [
     ([layout.rename("had", "x")], "found none. The leaves of params are: block_0/w"),
     ([layout.rename("block_0/w", "head")], "exist already: opt/mu/head"),
@@ -87,46 +93,19 @@ DO_NOT_FIT = [
     ([layout.rename("block_0/w", "head/w")], "no leaf below another one"),
     ([layout.fuse(["head", "head"], "x")], "each leaf once, found one twice among params/head"),
     ([layout.cast("head", "int8", trees=["opt"])], "trees among params, opt/mu"),
+    (SCANNED, "2 leaves in opt/mu, as in the params, found 1", MASKED),
+    ([layout.transpose("head", [1, 0])], r"opt/mu/head: .*trees=", FACTORED),
+    *(
+        ([layout.fuse(["a", "b"], "c", axis=axis)], r"int8\[6, 4\] and int8\[4\]", TWO, ("a", "b"))
+        for axis in (0, 1, -1)
+    ),
+    (SCANNED, "expected a leaf block_1/w beside block_0/w", state(GAP), GAP),
 ]
 
 
-@pytest.mark.parametrize(("rules", "told"), DO_NOT_FIT, ids=lambda each: str(each)[:40])
-def test_a_rule_that_does_not_fit_is_told(rules, told):
-    with pytest.raises(MismatchError, match=told):
-        plan(rules, state(), params())
-
-
-TWO = {"params/a": Kind((6, 4), "int8"), "params/b": Kind((4,), "int8")}
-GAP = ("block_0/w", "block_2/w")
-SCANNED = layout.scan_layers("block_{i}", "blocks")
-
-
-@pytest.mark.parametrize(
-    ("rules", "leaves", "paths", "told"),
-    [
-        *(  # as an optimizer with a mask has it
-            (SCANNED, {k: x for k, x in state().items() if k != "opt/mu/block_1/w"}, PATHS, each)
-            for each in [r"2 leaves in opt/mu, as in the params, found 1"]
-        ),
-        (
-            [layout.transpose("head", [1, 0])],
-            state() | {"opt/mu/head": Kind((2,), "float32")},
-            PATHS,
-            r"opt/mu/head: .*trees=",
-        ),
-        *(
-            (
-                [layout.fuse(["a", "b"], "c", axis=axis)],
-                TWO,
-                ("a", "b"),
-                r"int8\[6, 4\] and int8\[4\]",
-            )
-            for axis in (0, 1, -1)
-        ),
-        (SCANNED, state(GAP), GAP, "expected a leaf block_1/w beside block_0/w"),
-    ],
-)
-def test_leaves_that_do_not_fit_a_rule_are_told(rules, leaves, paths, told):
+@pytest.mark.parametrize("case", DO_NOT_FIT, ids=lambda case: case[1])
+def test_a_rule_that_does_not_fit_is_told(case):
+    rules, told, leaves, paths = (*case, *(state(), PATHS)[len(case) - 2 :])
     with pytest.raises(MismatchError, match=told):
         plan(rules, leaves, params(paths))
 
@@ -247,4 +226,6 @@ def test_the_root_of_the_params_is_told_by_their_gradients():
     assert params_of(paths, ["net/a/w", "net/b/w"]).root == "state/params"
     assert params_of(paths, ["net/a/w"]).root == "state/params"
     assert params_of(["w"], ["w"]) == Params("", frozenset(["w"]))
+    single = ["module/w", "module/bias"]  # at the top, whose name stays
+    assert params_of(single, single).root == ""
     assert params_of(paths, []).root == "state/params/net"

@@ -9,13 +9,6 @@ import pytest
 from tests.campaigns import publishing
 
 
-def test_weights_tell_the_version_and_the_publisher():
-    found = [publishing.weights_of(n)["a"].tobytes() for n in (0, 1, publishing.LINES)]
-    assert len({*found}) == 3
-    before, after = (publishing.weights_of(n * publishing.LINES)["a"] for n in (5, 6))
-    assert 0.01 < (before != after).mean() < 0.2
-
-
 @pytest.mark.slow
 def test_no_follower_has_wrong_weights_while_publishers_are_killed_and_files_damaged():
     # In a process of its own: the campaign forks, and threads of this one may hold locks.

@@ -7,6 +7,8 @@ import errno
 import shutil
 import threading
 import uuid
+from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import jax
@@ -18,7 +20,7 @@ import pytest
 from adacheck_jax.errors import LineageError, MismatchError, StorageError
 from adacheck_jax.publish import Follower, Publisher, records
 from adacheck_jax.publish.reading import VersionReader
-from adacheck_jax.publish.records import Stored
+from adacheck_jax.publish.records import Stored, Version
 from adacheck_jax.publish.root import BASES, VERSIONS, Root
 from adacheck_jax.publish.weights import Weights
 from adacheck_jax.store.storage.location import at, located
@@ -36,36 +38,75 @@ def root(request, tmp_path):
     return located(f"{request.getfixturevalue(request.param).url}/{uuid.uuid4().hex}")
 
 
-def published(root: Any, versions: int, training: Training | None = None, **options: Any) -> Any:
-    """Publishes some versions; gives the bits of each."""
-    training, found = training or Training(), {}
-    with Publisher(root, **options) as publisher:
-        first = 0 if publisher.version is None else publisher.version + 1
-        for version in range(first, first + versions):
-            params = training.params()
-            publisher.publish(params, version=version)
-            found[version] = bits(params)
-            training.step()
-    return found
+class Weighed:
+    """A training whose params are published, and one who has followed them from the beginning.
+
+    Attributes:
+        known: bits of each version.
+    """
+
+    def __init__(self, root: Any, versions: int = 0) -> None:
+        self.root, self.training = root, Training()
+        self.known: dict[int, list[bytes]] = {}
+        self.follower = Follower(root, abstract(), poll_s=0.01)
+        if versions:
+            self.publish(versions)
+            self.expect(versions - 1)
+
+    def publish(self, versions: int, **options: Any) -> None:
+        """Publishes some versions, by a publisher of their own."""
+        with Publisher(self.root, **options) as publisher:
+            first = 0 if publisher.version is None else publisher.version + 1
+            for version in range(first, first + versions):
+                self.publish_by(publisher, version, wait=False)
+
+    def publish_by(self, publisher: Publisher, version: int, *, wait: bool = True) -> None:
+        """Publishes a version."""
+        params = self.training.params()
+        publisher.publish(params, version=version, wait=wait)
+        self.known[version] = bits(params)
+        self.training.step()
+
+    def late(self) -> Follower:
+        """One who follows from now on."""
+        return Follower(self.root, abstract())
+
+    def expect(self, version: int, follower: Follower | None = None) -> None:
+        """Expects a version, after one look."""
+        follower = follower or self.follower
+        follower.update()
+        assert follower.version == version, follower.problem
+        assert bits(follower.params) == self.known[version]
+
+
+@pytest.fixture
+def weighed(tmp_path):
+    return Weighed(tmp_path / "weights")
+
+
+@pytest.fixture
+def followed(tmp_path):
+    """The same, with two versions that the follower has seen."""
+    return Weighed(tmp_path / "weights", 2)
 
 
 @pytest.mark.slow
 def test_followers_have_the_bits_of_every_version_on_every_storage(root):
-    training, follower = Training(), Follower(root, abstract(), poll_s=0.01)
+    weighed = Weighed(root)
+    follower = weighed.follower
     assert not follower.update()
     with pytest.raises(LineageError, match="none"):
         follower.latest()
     with Publisher(root, base_every=3, keep_versions=2) as publisher:
         for version in range(0, 80, 10):
-            params = training.params()
+            params = weighed.training.params()
             assert publisher.publish(params, version=version) == version
             assert bits(follower.wait_for(version, timeout_s=60)) == bits(params)
             assert follower.version == version
-            training.step()
+            weighed.training.step()
     assert follower.bases_read == 1
     assert not follower.update()
-    late = Follower(root, abstract())
-    assert bits(late.latest()) == bits(follower.params)
+    assert bits(weighed.late().latest()) == bits(follower.params)
     # Bases at sequence numbers 0, 3 and 6; when that of 6 was there, two versions began at 5.
     assert Root(root).numbers(BASES) == [3, 6]
     assert Root(root).numbers(VERSIONS) == [3, 4, 5, 6, 7]
@@ -74,8 +115,8 @@ def test_followers_have_the_bits_of_every_version_on_every_storage(root):
 @pytest.mark.parametrize("mesh", [(8,), (4, 2)])
 @pytest.mark.parametrize("dtype", [None, jnp.float32])
 def test_sharded_params_are_followed_on_other_meshes_and_types(mesh, dtype, tmp_path):
-    training = Training()
-    follower = Follower(tmp_path, abstract(mesh_of((2, 4)), dtype))
+    training, asked = Training(), abstract(mesh_of((2, 4)), dtype)
+    follower = Follower(tmp_path, asked)
     with Publisher(tmp_path, params_path="params") as publisher:
         for version in range(3):
             params = training.params(mesh_of(mesh))
@@ -83,10 +124,8 @@ def test_sharded_params_are_followed_on_other_meshes_and_types(mesh, dtype, tmp_
             found = follower.wait_for(version, timeout_s=60)
             wanted = jax.tree.map(lambda x: x if dtype is None else x.astype(dtype), params)
             assert bits(found) == bits(wanted)
-            for have, want in zip(
-                jax.tree.leaves(found), jax.tree.leaves(abstract(mesh_of((2, 4)))), strict=True
-            ):
-                assert have.sharding == want.sharding
+            pairs = zip(jax.tree.leaves(found), jax.tree.leaves(asked), strict=True)
+            assert all(have.sharding == want.sharding for have, want in pairs)
             training.step()
 
 
@@ -133,34 +172,27 @@ def test_params_that_were_given_stay_as_they_were_on_both_sides(tmp_path, monkey
         assert np.array_equal(np.asarray(params["w"]), expected)
 
 
-def test_pairs_of_versions_and_params_come_in_order(tmp_path):
-    expected: dict[int, list[bytes]] = {}
-
-    def publish() -> None:
-        expected.update(published(tmp_path, 12))
-
-    thread = threading.Thread(target=publish)
+def test_pairs_of_versions_and_params_come_in_order(weighed):
+    thread = threading.Thread(target=weighed.publish, args=(12,))
     thread.start()
     seen = {}
-    for version, params in Follower(tmp_path, abstract(), poll_s=0.01):
+    for version, params in weighed.follower:
         seen[version] = bits(params)
         if version == 11:
             break
     thread.join()
     assert [*seen] == sorted(seen)
-    assert seen == {version: expected[version] for version in seen}
+    assert seen == {version: weighed.known[version] for version in seen}
 
 
-def test_changes_lead_whoever_has_a_copy_to_the_next_version(tmp_path):
-    training, follower = Training(), Follower(tmp_path, abstract())
-    with Publisher(tmp_path) as publisher:
-        publisher.publish(training.params(), version=0, wait=True)
-        before = {"embedding": np.array(follower.latest()["embedding"])}
-        with pytest.raises(LineageError, match="base"):
-            follower.changes()
-        for version in (1, 2):
-            training.step(1e-3)
-            publisher.publish(training.params(), version=version, wait=True)
+def test_changes_lead_whoever_has_a_copy_to_the_next_version(weighed):
+    follower, training = weighed.follower, weighed.training
+    weighed.publish(1)
+    before = {"embedding": np.array(follower.latest()["embedding"])}
+    with pytest.raises(LineageError, match="base"):
+        follower.changes()
+    training.step(1e-3)
+    weighed.publish(2)
     after = follower.latest()
     places, words = follower.changes()["embedding"]
     assert 0 < places.size < before["embedding"].size
@@ -168,60 +200,50 @@ def test_changes_lead_whoever_has_a_copy_to_the_next_version(tmp_path):
     assert before["embedding"].tobytes() == np.asarray(after["embedding"]).tobytes()
 
 
-def test_a_follower_that_fell_behind_begins_at_a_base_and_says_so(tmp_path, caplog):
-    follower = Follower(tmp_path, abstract())
-    training = Training()
-    published(tmp_path, 1, training)
-    follower.latest()
-    expected = published(tmp_path, 10, training, base_every=2, keep_versions=1)
-    assert bits(follower.latest()) == expected[10]
-    assert follower.bases_read == 2
+def test_a_follower_that_fell_behind_begins_at_a_base_and_says_so(followed, caplog):
+    followed.publish(9, base_every=2, keep_versions=1)
+    followed.expect(10)
+    assert followed.follower.bases_read == 2
     assert "version 10 is read from a base" in caplog.text
 
 
-def test_a_restarted_publisher_goes_on_with_deltas(tmp_path):
-    training, follower = Training(), Follower(tmp_path, abstract())
-    published(tmp_path, 3, training)
-    follower.latest()
-    (tmp_path / "deltas" / f"{7:012}-{0:012}").write_bytes(b"never committed")
-    (tmp_path / "versions" / f".{7:012}.0.tmp").write_bytes(b"never committed")
-    expected = published(tmp_path, 2, training)
-    assert bits(follower.latest()) == expected[4]
-    assert follower.bases_read == 1
-    assert Root(tmp_path).numbers(BASES) == [0]
-    assert not (tmp_path / "deltas" / f"{7:012}-{0:012}").exists()
-    assert not [*(tmp_path / "versions").glob(".*")]
+def test_a_restarted_publisher_goes_on_with_deltas(followed):
+    given_up = followed.root / "deltas" / f"{7:012}-{0:012}"
+    for path in (given_up, followed.root / "versions" / f".{7:012}.0.tmp"):
+        path.write_bytes(b"never committed")
+    followed.publish(2)
+    followed.expect(3)
+    assert followed.follower.bases_read == 1
+    assert Root(followed.root).numbers(BASES) == [0]
+    assert not given_up.exists()
+    assert not [*(followed.root / "versions").glob(".*")]
 
 
-def test_a_version_is_published_once_and_numbers_only_go_up(tmp_path):
-    published(tmp_path, 3)
-    with Publisher(tmp_path) as publisher:
-        assert publisher.version == 2
-        for version in (2, 0, -1, True, "3"):
-            with pytest.raises(MismatchError, match="above 2"):
-                publisher.publish(Training().params(), version=version)  # type: ignore
-        publisher.publish(Training().params(), version=3, wait=True)
+def test_a_version_is_published_once_and_numbers_only_go_up(followed):
+    params = Training().params()
+    with Publisher(followed.root) as publisher:
+        assert publisher.version == 1
+        for version in (1, 0, -1, True, "3"):
+            with pytest.raises(MismatchError, match="above 1"):
+                publisher.publish(params, version=version)  # type: ignore
+        publisher.publish(params, version=2, wait=True)
     with pytest.raises(StorageError, match="closed"):
-        publisher.publish(Training().params(), version=4)
+        publisher.publish(params, version=3)
 
 
 def test_of_two_publishers_the_later_one_has_the_root(root):
-    training = Training()
+    weighed = Weighed(root)
     first = Publisher(root)
-    first.publish(training.params(), version=0, wait=True)
+    weighed.publish_by(first, 0)
     second = Publisher(root)
-    training.step()
     first.publish(Training(7).params(), version=100)
-    with pytest.raises(StorageError, match="taken it over"):
-        first.wait()
-    with pytest.raises(StorageError, match="taken it over"):
-        first.publish(training.params(), version=101)
-    follower = Follower(root, abstract())
-    follower.latest()
-    assert follower.version == 0, "what the first wrote does not count"
-    second.publish(training.params(), version=1, wait=True)
-    assert bits(follower.latest()) == bits(training.params())
-    assert (follower.version, follower.bases_read) == (1, 1)
+    for call in (first.wait, lambda: first.publish(Training().params(), version=101)):
+        with pytest.raises(StorageError, match="taken it over"):
+            call()
+    weighed.expect(0)  # what the first wrote does not count
+    weighed.publish_by(second, 1)
+    weighed.expect(1)
+    assert weighed.follower.bases_read == 1
     first.close()
     second.close()
 
@@ -244,30 +266,24 @@ def test_a_publisher_whose_files_a_newer_one_clears_is_told_who_has_the_root(tmp
     others[0].close()
 
 
-def test_other_leaves_begin_with_a_base_and_followers_of_the_old_are_told(tmp_path):
-    training = Training()
-    published(tmp_path, 1, training)
-    follower = Follower(tmp_path, abstract())
-    follower.latest()
-    with Publisher(tmp_path) as publisher:
-        publisher.publish({**training.params(), "more": jnp.ones(3)}, version=1, wait=True)
+def test_other_leaves_begin_with_a_base_and_followers_of_the_old_are_told(followed):
+    more = {**followed.training.params(), "more": jnp.ones(3)}
+    with Publisher(followed.root) as publisher:
+        publisher.publish(more, version=2, wait=True)
     with pytest.raises(MismatchError, match="more"):
-        follower.latest()
-    assert follower.version == 0
-    wanted = {**abstract(), "more": jax.ShapeDtypeStruct((3,), jnp.float32)}
-    assert (np.asarray(Follower(tmp_path, wanted).latest()["more"]) == 1).all()
+        followed.follower.latest()
+    assert followed.follower.version == 1
+    assert bits(Follower(followed.root, more).latest()) == bits(more)
 
 
 @pytest.mark.parametrize("where", ["deltas", "versions", "parts", "bases"])
 @pytest.mark.parametrize("how", ["flip", "cut", "gone"])
-def test_damage_is_not_served_and_a_later_base_heals(where, how, tmp_path):
-    training = Training()
-    known = published(tmp_path, 3, training, base_every=2)  # bases at 0 and 2
-    running = Follower(tmp_path, abstract())
-    running.latest()
-    known |= published(tmp_path, 1, training, base_every=50)
+def test_damage_is_not_served_and_a_later_base_heals(where, how, weighed):
+    weighed.publish(3, base_every=2)  # bases at 0 and 2
+    weighed.expect(2)
+    weighed.publish(1, base_every=50)
     sequence = 3 if where in ("deltas", "versions") else 2
-    for each in (tmp_path / where).rglob(f"*{sequence:012}*"):
+    for each in (weighed.root / where).rglob(f"*{sequence:012}*"):
         path = each if each.is_file() else next(each.iterdir())
         data = bytearray(path.read_bytes())
         data[len(data) // 2] ^= 4
@@ -275,29 +291,21 @@ def test_damage_is_not_served_and_a_later_base_heals(where, how, tmp_path):
             path.unlink()
         else:
             path.write_bytes(data if how == "flip" else data[: len(data) // 2])
-    late = Follower(tmp_path, abstract())
+    running, late = weighed.follower, weighed.late()
     for follower in (running, late):
-        follower.update()
-        assert bits(follower.params) == known[follower.version]
+        weighed.expect(2 if sequence == 3 else 3, follower)
     if sequence == 3:
-        assert running.version == late.version == 2
         assert running.problem or how == "gone"
         with pytest.raises(LineageError, match="expected version 3 within"):
             running.wait_for(3, timeout_s=0.0)
-    else:
-        assert running.version == late.version == 3
-    known |= published(tmp_path, 3, training, base_every=1)
+    weighed.publish(3, base_every=1)
     for follower in (running, late):
-        assert bits(follower.latest()) == known[follower.version]
-        assert follower.version == max(known)
+        weighed.expect(max(weighed.known), follower)
 
 
-def test_weights_that_do_not_have_their_fingerprints_are_not_served(tmp_path, monkeypatch):
-    training = Training()
-    known = published(tmp_path, 2, training)
-    follower = Follower(tmp_path, abstract())
-    follower.latest()
-    known |= published(tmp_path, 1, training)
+def test_weights_that_do_not_have_their_fingerprints_are_neither_served_nor_built_on(
+    followed, monkeypatch
+):
     apply = Weights.apply
 
     def wrong(self: Any, changes: Any) -> None:
@@ -306,69 +314,51 @@ def test_weights_that_do_not_have_their_fingerprints_are_not_served(tmp_path, mo
 
     with monkeypatch.context() as patch:
         patch.setattr(Weights, "apply", wrong)
-        assert not follower.update()
-    assert bits(follower.params) == known[1]
-    assert "expected the bits that were published" in follower.problem
-    known |= published(tmp_path, 1, training, base_every=1)
-    assert bits(follower.latest()) == known[3]
+        followed.publish(1)  # with a base: what it read back is wrong
+        late = followed.late()
+        followed.expect(2, late)
+        followed.publish(1)
+        for each, version in ((followed.follower, 2), (late, 2)):
+            followed.expect(version, each)
+            assert "expected the bits that were published" in each.problem
+    followed.publish(1, base_every=1)
+    for each in (followed.follower, late):
+        followed.expect(4, each)
 
 
-def test_a_publisher_goes_on_with_a_base_where_what_it_read_back_is_wrong(tmp_path, monkeypatch):
-    training, apply = Training(), Weights.apply
-    published(tmp_path, 2, training)
-    follower = Follower(tmp_path, abstract())
-
-    def wrong(self: Any, changes: Any) -> None:
-        apply(self, changes)
-        self.words[0, 2][3] ^= 1
-
-    with monkeypatch.context() as patch:
-        patch.setattr(Weights, "apply", wrong)
-        known = published(tmp_path, 1, training)
-    assert bits(follower.latest()) == known[2]
-    assert not follower.problem
-
-
-def test_what_vanishes_under_a_follower_makes_it_begin_at_a_base(tmp_path, monkeypatch):
-    training, follower = Training(), Follower(tmp_path, abstract())
-    published(tmp_path, 1, training)
-    follower.latest()
-    published(tmp_path, 2, training)
-    load, expected = VersionReader.load, {}
+def test_what_vanishes_under_a_follower_makes_it_begin_at_a_base(followed, monkeypatch):
+    followed.publish(2)
+    load = VersionReader.load
 
     def pruned(self: VersionReader, *arguments: Any) -> Any:
-        if self is follower._reader and not expected:
-            expected.update(published(tmp_path, 3, training, base_every=1, keep_versions=1))
+        if self is followed.follower._reader and len(followed.known) == 4:
+            followed.publish(3, base_every=1, keep_versions=1)
         return load(self, *arguments)
 
     monkeypatch.setattr(VersionReader, "load", pruned)
-    assert bits(follower.latest()) == expected[5]
-    assert follower.bases_read == 2
+    followed.expect(6)
+    assert followed.follower.bases_read == 2
 
 
-def test_a_storage_that_fails_for_a_while_costs_a_version_and_no_more(tmp_path, monkeypatch):
-    training, follower = Training(), Follower(tmp_path, abstract())
-    write = Root.store
-    with Publisher(tmp_path) as publisher:
-        publisher.publish(training.params(), version=0, wait=True)
+def test_a_storage_that_fails_for_a_while_costs_a_version_and_no_more(weighed, monkeypatch):
+    def full(*_: Any) -> Any:
+        raise OSError(28, "No space left on device")
 
-        def full(*_: Any) -> Any:
-            raise OSError(28, "No space left on device")
-
-        monkeypatch.setattr(Root, "store", full)
-        training.step()
-        publisher.publish(training.params(), version=1)
-        with pytest.raises(StorageError, match="No space"):
-            publisher.wait()
-        monkeypatch.setattr(Root, "store", write)
-        training.step()
-        publisher.publish(training.params(), version=1, wait=True)
-    assert bits(follower.latest()) == bits(training.params())
+    with Publisher(weighed.root) as publisher:
+        weighed.publish_by(publisher, 0)
+        with monkeypatch.context() as patch:
+            patch.setattr(Root, "store", full)
+            publisher.publish(weighed.training.params(), version=1)
+            with pytest.raises(StorageError, match="No space"):
+                publisher.wait()
+        weighed.training.step()
+        weighed.publish_by(publisher, 1)
+    weighed.expect(1)
 
 
-def test_an_unreadable_root_is_waited_for(tmp_path, monkeypatch):
-    expected = published(tmp_path, 1)
-    follower, listed = Follower(tmp_path, abstract(), poll_s=0.01), []
+def test_an_unreadable_root_is_waited_for(weighed, monkeypatch):
+    weighed.publish(1)
+    follower, listed = weighed.follower, []
     listing = Posix.list
 
     def failing(self: Posix, prefix: str, *, deep: bool = True) -> Any:
@@ -380,7 +370,7 @@ def test_an_unreadable_root_is_waited_for(tmp_path, monkeypatch):
     monkeypatch.setattr(Posix, "list", failing)
     with pytest.raises(StorageError, match="cannot be read now"):
         follower.latest()
-    assert bits(follower.wait_for(0, timeout_s=60)) == expected[0]
+    assert bits(follower.wait_for(0, timeout_s=60)) == weighed.known[0]
 
 
 @pytest.mark.parametrize(
@@ -422,149 +412,122 @@ def test_numbers_that_the_wanted_type_does_not_hold_are_refused(tmp_path):
     assert [found["codes"].tolist(), found["w"].tolist()] == [[-5, 100], [1, 1]]
 
 
-def files_of(root: Any) -> list[str]:
-    return sorted(str(each) for each in at(root).list())
+def refused(root: Any, told: str) -> None:
+    """Expects that a root is refused on both sides, and left as it is."""
+    before = sorted(str(each) for each in at(root).list())
+    follower = Follower(root, abstract(), poll_s=0.01)
+    for call in (lambda: Publisher(root), follower.latest, lambda: follower.wait_for(0)):
+        with pytest.raises(MismatchError, match=told):
+            call()
+    assert sorted(str(each) for each in at(root).list()) == before
 
 
 def test_the_root_of_a_checkpoint_manager_is_refused_on_both_sides(tmp_path):
-    root = tmp_path / "checkpoints"
-    follower = Follower(root, abstract(), poll_s=0.01)
-    assert not follower.update(), "nothing is there yet"
-    with ocp.CheckpointManager(root) as manager:
+    with ocp.CheckpointManager(tmp_path) as manager:
         for step in range(5):
             manager.save(step, args=ocp.args.StandardSave({"w": np.arange(1 + step)}))
-    before = files_of(root)
-    match = r"the root of a checkpoint manager \(0, 1, 2 and 2 more\)"
-    with pytest.raises(MismatchError, match=match):
-        Publisher(root)
-    for asked in (follower.latest, lambda: follower.wait_for(0)):
-        with pytest.raises(MismatchError, match=match):
-            asked()
-    assert files_of(root) == before
+    refused(tmp_path, r"the root of a checkpoint manager \(0, 1, 2 and 2 more\)")
 
 
-def test_a_directory_of_other_content_is_refused_on_every_storage(root):
-    (at(root) / "logs" / "events").write(b"1")
-    (at(root) / "notes.txt").write(b"2")
-    before = files_of(root)
-    with pytest.raises(MismatchError, match=r"other content \(logs, notes.txt\)"):
-        Publisher(root)
-    with pytest.raises(MismatchError, match=r"other content \(logs, notes.txt\)"):
-        Follower(root, abstract()).update()
-    assert files_of(root) == before
-
-
-def test_what_lies_beside_published_weights_does_no_harm(tmp_path):
-    (tmp_path / ".snapshot").mkdir()  # file systems have folders of their own
-    published(tmp_path, 1)
-    (tmp_path / "notes.txt").write_text("by hand")
-    expected = published(tmp_path, 2)
-    assert bits(Follower(tmp_path, abstract()).latest()) == expected[2]
+def test_other_content_is_refused_on_every_storage_and_does_no_harm_beside_weights(root):
+    (at(root) / "notes.txt").write(b"1")
+    (at(root) / "logs" / "events").write(b"2")
+    refused(root, r"other content \(logs, notes.txt\)")
+    at(root).delete()
+    (at(root) / ".snapshot" / "of the file system").write(b"3")
+    weighed = Weighed(root, 1)
+    (at(root) / "notes.txt").write(b"by hand")
+    weighed.publish(2)
+    weighed.expect(2)
 
 
 @pytest.mark.parametrize("how", ["cut", "gone"])
-def test_versions_never_go_down_where_records_were_lost(how, tmp_path):
-    training = Training()
-    known = published(tmp_path, 5, training)
-    follower = Follower(tmp_path, abstract())
-    follower.latest()
+def test_versions_never_go_down_where_records_were_lost(how, followed):
+    follower = followed.follower
+    followed.publish(3)
+    followed.expect(4)
+    held = followed.known[4]
     for sequence in (3, 4):
-        path = tmp_path / "versions" / f"{sequence:012}"
+        path = followed.root / "versions" / f"{sequence:012}"
         if how == "gone":
             path.unlink()
         else:
             path.write_bytes(path.read_bytes()[:9])
-    published(tmp_path, 2, training)  # 3 and 4 again
-    assert bits(follower.latest()) == known[4]
+    followed.publish(2)  # 3 and 4 again
+    assert bits(follower.latest()) == held
     assert follower.version == 4
     if how == "cut":  # else the sequence numbers, too, are those of before
         assert "records between were lost" in follower.problem
-    known |= published(tmp_path, 1, training)
-    assert bits(follower.latest()) == known[5]
-    assert follower.version == 5
+    followed.publish(1)
+    followed.expect(5)
     assert "records between were lost" not in follower.problem
 
 
-def test_a_delta_larger_than_its_leaves_can_have_is_not_read(tmp_path, monkeypatch):
-    training = Training()
-    published(tmp_path, 2, training)
-    reader = VersionReader(Root(tmp_path))
-    known = reader.versions([0, 1])
-    record = dataclasses.replace(known[1], deltas=(Stored(2**50, "0" * 32),))
-    (tmp_path / "versions" / f"{1:012}").write_bytes(records.encode(record))
-    load = Root.load
-
-    def refusing(root, place, stored):
-        assert stored.nbytes < 2**50, "it was read"
-        return load(root, place, stored)
-
-    monkeypatch.setattr(Root, "load", refusing)
-    follower = Follower(tmp_path, abstract())
-    follower.latest()
-    assert follower.version == 0
-    assert "found one of 1125899906842624 bytes" in follower.problem
-    record = dataclasses.replace(known[1], deltas=(*known[1].deltas, None))
-    (tmp_path / "versions" / f"{1:012}").write_bytes(records.encode(record))
-    late = Follower(tmp_path, abstract())
-    late.latest()
-    assert late.version == 0
-    assert "expected a delta of each of 1 shares, found 2" in late.problem
+def with_deltas(root: Path, change: Callable[[Any], Any]) -> None:
+    """Gives the record of version 1 other deltas."""
+    record = Root(root).read(VERSIONS, 1, Version)
+    made = dataclasses.replace(record, deltas=change(record.deltas))
+    Root(root).record_at(VERSIONS, 1).write(records.encode(made))
 
 
-def test_a_record_of_another_place_is_refused(tmp_path):
-    published(tmp_path, 2)
-    (tmp_path / "versions" / f"{5:012}").write_bytes(
-        (tmp_path / "versions" / f"{1:012}").read_bytes()
-    )
-    follower = Follower(tmp_path, abstract())
-    follower.latest()
-    assert follower.version == 1
-    assert "expected the record of 5, found that of 1" in follower.problem
+def moved_away(root: Path) -> None:
+    """Puts a link in the place of a part of the only base."""
+    part = next((root / "parts").rglob(f"*/0-{0:012}"))
+    part.symlink_to(part.rename(root.parent / "elsewhere"))
 
 
-def test_a_root_that_is_read_through_a_link_is_refused(tmp_path):
-    expected = published(tmp_path / "real", 1)
-    part = next((tmp_path / "real/parts").rglob(f"*/0-{0:012}"))
-    moved = part.rename(tmp_path / "elsewhere")
-    part.symlink_to(moved)
-    follower = Follower(at(tmp_path / "real"), abstract())
-    with pytest.raises(LineageError):
-        follower.latest()
-    assert "link" in follower.problem
-    part.unlink()
-    moved.rename(part)
-    assert bits(Follower(tmp_path / "real", abstract()).latest()) == expected[0]
+CRAFTED = {
+    "a delta larger than its leaves can have": (
+        lambda root: with_deltas(root, lambda _: (Stored(2**50, "0" * 32),)),
+        *(0, "found one of 1125899906842624 bytes"),  # which are not read
+    ),
+    "deltas of more shares than there are": (
+        lambda root: with_deltas(root, lambda deltas: (*deltas, None)),
+        *(0, "expected a delta of each of 1 shares, found 2"),
+    ),
+    "a record in the place of another": (
+        lambda root: shutil.copy(root / f"versions/{1:012}", root / f"versions/{5:012}"),
+        *(1, "expected the record of 5, found that of 1"),
+    ),
+    "a link": (moved_away, None, "link"),
+}
+
+
+@pytest.mark.parametrize("name", CRAFTED)
+def test_what_somebody_put_there_is_not_read(name, weighed):
+    craft, version, problem = CRAFTED[name]
+    weighed.publish(2)
+    craft(weighed.root)
+    if version is None:
+        assert not weighed.follower.update()
+    else:
+        weighed.expect(version)
+    assert problem in weighed.follower.problem
 
 
 @pytest.mark.parametrize("first", [0, 7])
 def test_a_root_that_was_deleted_and_begun_anew_is_followed(first, tmp_path):
     """Its records have lower numbers than the one that the follower has."""
-    root, training = tmp_path / "weights", Training()
-    known = published(root, 6, training)
-    follower = Follower(root, abstract(), poll_s=0.01)
-    follower.latest()
-    shutil.rmtree(root)
-    with Publisher(root) as publisher:
+    weighed = Weighed(tmp_path / "weights", 6)
+    follower, held = weighed.follower, weighed.known[5]
+    shutil.rmtree(weighed.root)
+    with Publisher(weighed.root) as publisher:
         for version in range(first, first + 3):
-            training.step()
-            known[version] = bits(training.params())
-            publisher.publish(training.params(), version=version, wait=True)
+            weighed.publish_by(publisher, version)
             if first:
-                follower.wait_for(version, timeout_s=60)
-            else:
-                for _ in range(2):
-                    assert not follower.update()
-                    assert "expected versions above 5" in follower.problem
-            assert follower.version == (version if first else 5)
-    assert first == 0 or bits(follower.params) == known[follower.version]
+                weighed.expect(version)
+                continue
+            for _ in range(2):
+                assert not follower.update()
+                assert "expected versions above 5" in follower.problem
+    assert bits(follower.params) == (weighed.known[9] if first else held)
     assert first == 0 or not follower.problem
 
 
-def test_a_publisher_whose_root_was_deleted_is_told_so(tmp_path):
-    root, training = tmp_path / "weights", Training()
-    publisher = Publisher(root)
-    publisher.publish(training.params(), version=0, wait=True)
-    shutil.rmtree(root)
+def test_a_publisher_whose_root_was_deleted_is_told_so(weighed):
+    publisher = Publisher(weighed.root)
+    weighed.publish_by(publisher, 0)
+    shutil.rmtree(weighed.root)
     with pytest.raises(StorageError, match="the root was deleted"):
-        publisher.publish(training.params(), version=1, wait=True)
+        weighed.publish_by(publisher, 1)
     publisher.close()

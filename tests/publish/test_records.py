@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 import random
 from collections.abc import Callable
@@ -9,19 +10,11 @@ from typing import Any
 
 import pytest
 
-from adacheck_jax.errors import FormatError, IntegrityError
-from adacheck_jax.format.manifest import Grid
-from adacheck_jax.format.manifest_json import MAX_CONTAINERS, checksum_of
+from adacheck_jax.errors import FormatError
+from adacheck_jax.format.manifest import Leaf
+from adacheck_jax.format.manifest_json import checksum_of
 from adacheck_jax.publish import records
-from adacheck_jax.publish.records import (
-    Base,
-    Claim,
-    Leaves,
-    ParentVersion,
-    PublishedLeaf,
-    Stored,
-    Version,
-)
+from adacheck_jax.publish.records import Base, Claim, Leaves, ParentVersion, Stored, Version
 from adacheck_jax.publish.root import VERSIONS, Root
 
 STORED = Stored(12, "0" * 32)
@@ -29,8 +22,8 @@ RECORDS = [
     Claim(3, 17, "text"),
     Leaves(
         (
-            PublishedLeaf("a", (3, 0), "bfloat16", Grid(((0, 2, 3), (0,)), (0, 1))),
-            PublishedLeaf("b/c", (), "float32", Grid((), (1,))),
+            Leaf("a", (3, 0), "bfloat16", 2, None, ((0, 2, 3), (0,)), (0, 1)),
+            Leaf("b/c", (), "float32", 4, None, (), (1,)),
         ),
         2,
     ),
@@ -38,11 +31,17 @@ RECORDS = [
     Version(4, 3, 17, None, "b" * 64, (), (), 0),
     Base(4, 3, "c" * 64, ((STORED, STORED), ())),
 ]
+DIGESTS = (
+    *("86db73a9abc4fe59", "cddd0af3362df104", "7ac1adafae1482de", "87c789e9cc6300c8"),
+    "b1d290ffca06de3c",
+)
+"""Beginnings of the SHA-256 of their files: other bytes would be another format version."""
 
 
-@pytest.mark.parametrize("record", RECORDS)
-def test_a_record_comes_back(record):
+@pytest.mark.parametrize(("record", "digest"), [*zip(RECORDS, DIGESTS, strict=True)])
+def test_a_record_comes_back(record, digest):
     data, made = records.sealed(record, "here")
+    assert hashlib.sha256(data).hexdigest()[:16] == digest
     assert made.checksum == json.loads(data)["checksum"]
     assert made == record
     assert records.decode(data, type(record), "here") == made
@@ -75,18 +74,17 @@ def leaf(shape: list[int], dtype: str, owner: int = 0) -> dict[str, Any]:
         (0, {"epoch": -1}),
         (0, {"epoch": 10**12}),
         (0, {"first": 1.0}),
-        (0, {"token": 3}),
         (0, {"token": "\ud800"}),
         (0, {"kind": "base"}),
+        (0, {"format": 2}),
+        (0, {"format": 4}),
         (1, {"leaves": [leaf([3], "object")]}),
-        (1, {"leaves": [leaf([2**40, 2**40], "int8")]}),
         (1, {"leaves": [leaf([2**40, 2**40, 0], "int8")]}),
-        (1, {"leaves": [leaf([1] * 33, "int8")]}),
+        (1, {"leaves": [leaf([2**58], "int64"), leaf([2**58], "int64") | {"path": "b"}]}),
         (1, {"leaves": [leaf([], "int8")] * 2}),
         (1, {"leaves": {}}),
         (1, {"leaves": [leaf([4], "int8") | {"shape": [5]}]}),
         (1, {"leaves": [leaf([4], "int8", owner=2)]}),
-        (1, {"leaves": [leaf([4], "int8") | {"grid": {"cuts": [[0, 4]], "owners": []}}]}),
         (1, {"shares": 0}),
         (1, {"shares": 2**40}),
         (2, {"fingerprints": "0" * 17}),
@@ -99,44 +97,13 @@ def leaf(shape: list[int], dtype: str, owner: int = 0) -> dict[str, Any]:
         (2, {"deltas": [{"nbytes": 1, "digest": "/" * 32}]}),
         (2, {"changed": True}),
         (4, {"parts": [[{"nbytes": 2**27, "digest": "0" * 32}]]}),
-        (4, {"parts": [{"nbytes": 1, "digest": "0" * 32}]}),
         (4, {"parts": None}),
     ],
 )
 def test_fields_without_a_meaning_are_refused(number, fields):
     record = RECORDS[number]
-    with pytest.raises(FormatError, match="missing or wrong"):
+    with pytest.raises(FormatError, match=r"has the wrong type|expected format version 3, found"):
         records.decode(changed(record, lambda body: body.update(fields)), type(record), "here")
-
-
-def test_other_versions_and_changed_bytes_are_told_apart():
-    record = RECORDS[2]
-    other = changed(record, lambda body: body.update({"format": 1}))
-    with pytest.raises(FormatError, match="format version 3, found 1"):
-        records.decode(other, Version, "here")
-    data = records.encode(record).replace(b'"version":17', b'"version":18')
-    with pytest.raises(IntegrityError, match="checksum"):
-        records.decode(data, Version, "here")
-
-
-@pytest.mark.parametrize(
-    "data",
-    [
-        b"",
-        b"{",
-        b"null",
-        b"[]",
-        b"{}",
-        b'{"checksum": 1}',
-        b'{"format": 3, "format": 3, "checksum": ""}',
-        b"[" * 100_000,
-        b"\xff\xfe",
-        b"[" * (MAX_CONTAINERS + 1),
-    ],
-)
-def test_bytes_that_are_no_record_are_refused(data):
-    with pytest.raises(FormatError):
-        records.decode(data, Version, "here")
 
 
 def test_mutated_records_are_refused_or_consistent():

@@ -39,11 +39,6 @@ def test_an_impossible_measurement_is_refused(name, value):
     assert running.costs(ESTIMATE) == ESTIMATE
 
 
-def test_it_begins_with_the_best_schedule():
-    policy = AdaptivePolicy(3600.0, restore_budget_s=None, most_deltas=1000)
-    assert policy.next(ESTIMATE, None) == best_schedule(ESTIMATE, 3600.0)
-
-
 @pytest.mark.parametrize("budget_s", [None, 1.2])
 def test_noise_changes_nothing(budget_s):
     draw, running = random.Random(0), RunningCosts()
@@ -153,13 +148,6 @@ def test_where_memory_survives_most_failures_lineages_are_longer_and_saves_rarer
     policy = AdaptivePolicy(3600.0, storage_mtbf_s=90_000.0, **asked)
     assert policy.next(SHARED, every) == some
     assert policy.next(SHARED, some) == some
-
-
-@pytest.mark.parametrize("costs", [ESTIMATE, SHARED])
-def test_it_is_the_same_schedule_where_each_failure_needs_storage(costs):
-    for asked in ({}, {"restore_budget_s": None}):
-        found = AdaptivePolicy(3600.0, **asked).next(costs, None)
-        assert AdaptivePolicy(3600.0, storage_mtbf_s=3600.0, **asked).next(costs, None) == found
 
 
 @pytest.mark.parametrize(

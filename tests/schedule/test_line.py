@@ -37,13 +37,10 @@ def test_until_costs_are_known_it_is_twenty_deltas_a_base():
     assert line.begin_lineage(SIZES).startswith(f"schedule: a base each {line.longest_lineage} ")
     assert line.longest_lineage > 20
     assert line.begin_lineage(SIZES) == ""
-
-
-@pytest.mark.parametrize("count", [0, 1, 20, 1000])
-def test_a_number_is_that_number(count):
-    line = line_of(count, 10)
-    assert line.begin_lineage(SIZES) == ""
-    assert line.longest_lineage == count
+    for count in (0, 1000):  # a number stays that number
+        line = line_of(count)
+        assert line.begin_lineage(SIZES) == ""
+        assert line.longest_lineage == count
 
 
 def test_what_was_not_measured_is_estimated_from_bytes():
@@ -66,14 +63,6 @@ def test_where_a_delta_takes_long_to_write_its_replay_is_expected_to_take_a_quar
     line = line_of(AdaptivePolicy(1e9, 10.0), step_s=10.0, delta_write_s=2.0)
     line.begin_lineage(SIZES)
     assert line.longest_lineage == 12  # of 9 s, 3 for the base, and 0.5 for each
-
-
-def test_what_a_restore_took_counts_more_than_estimates():
-    line = line_of(AdaptivePolicy(**NO_BUDGET), replay_s=2.0)
-    other = line_of(AdaptivePolicy(**NO_BUDGET))
-    line.begin_lineage(SIZES)
-    other.begin_lineage(SIZES)
-    assert line.longest_lineage < other.longest_lineage
 
 
 def test_a_restore_budget_is_kept():
@@ -114,11 +103,6 @@ def test_what_one_more_delta_takes_is_told_apart_from_what_one_takes():
     assert line._costs(SIZES).delta_write_s == 0.05
     line.add([("delta_write_s", 0.01, 5), ("delta_write_s", 0.01, 5)])
     assert line._costs(SIZES).further_write_s == 0.0
-
-
-def test_an_impossible_measurement_is_refused():
-    with pytest.raises(ValueError, match="step_s to be more than 0"):
-        LineSchedule("auto").add([("step_s", 0.0, 1)])
 
 
 names = st.sampled_from([field.name for field in dataclasses.fields(Costs)])

@@ -2,8 +2,6 @@
 
 import dataclasses
 import math
-import subprocess
-import sys
 
 import pytest
 from hypothesis import example, given
@@ -84,13 +82,17 @@ def test_the_closed_form_and_the_choice_agree_with_simulated_failures(name):
         assert found.simulated <= 1.05 * found.least
 
 
-@given(all_costs, st.integers(1, 40), mtbfs, st.integers(1, 50))
-def test_under_a_small_budget_no_schedule_is_better(costs, longest, mtbf_s, most_every):
+@given(all_costs, mtbfs, *(st.integers(1, most) for most in (40, 50, 30, 60)))
+def test_within_small_bounds_no_schedule_is_better(
+    costs, mtbf_s, longest, most_every, least_deltas, most_deltas
+):
     budget_s = restore_s(costs, Schedule(longest, 1)) + costs.replay_s / 2
-    chosen = best_schedule(costs, mtbf_s, budget_s, most_every=most_every)
-    pairs = [(n, b) for n in range(1, longest + 1) for b in range(1, min(n, most_every) + 1)]
-    every = [Schedule(n, b) for n, b in pairs]
-    assert restore_s(costs, chosen) <= budget_s
+    bounds = {"most_every": most_every, "least_deltas": least_deltas, "most_deltas": most_deltas}
+    chosen = best_schedule(costs, mtbf_s, budget_s, **bounds)
+    longest = min(longest, most_deltas)
+    lengths = range(min(least_deltas, longest), longest + 1)
+    every = [Schedule(n, b) for n in lengths for b in range(1, min(n, most_every) + 1)]
+    assert chosen in every
     assert waste(costs, chosen, mtbf_s) == min(waste(costs, each, mtbf_s) for each in every)
 
 
@@ -106,37 +108,6 @@ def test_a_bound_is_kept_and_hardly_anything_below_it_is_better(
     every = {Schedule(n, min(n, b)) for n in lengths for b in (1, 2, most_every) if b <= most_every}
     least = min(waste(costs, each, mtbf_s) for each in every)
     assert waste(costs, chosen, mtbf_s) <= 1.05 * least
-
-
-@given(all_costs, mtbfs, st.integers(1, 30), st.sampled_from([10, 25, 1000]))
-def test_no_shorter_lineage_than_wanted_is_chosen_and_of_the_others_the_best(
-    costs, mtbf_s, least_deltas, most_deltas
-):
-    chosen = best_schedule(costs, mtbf_s, least_deltas=least_deltas, most_deltas=most_deltas)
-    least = min(least_deltas, most_deltas)
-    assert least <= chosen.base_every <= most_deltas
-    every = [
-        Schedule(n, min(n, b)) for n in range(least, min(most_deltas, 40) + 1) for b in (1, 2, n)
-    ]
-    lost = min(waste(costs, each, mtbf_s) for each in every)
-    assert waste(costs, chosen, mtbf_s) <= 1.05 * lost
-
-
-@given(all_costs, mtbfs)
-def test_rarer_failures_waste_less(costs, mtbf_s):
-    often, rarely = (best_schedule(costs, each) for each in (mtbf_s, 4 * mtbf_s))
-    assert waste(costs, rarely, 4 * mtbf_s) <= waste(costs, often, mtbf_s) * 1.01
-
-
-def test_another_process_chooses_the_same():
-    program = (
-        "from adacheck_jax.schedule.best import best_schedule\n"
-        "from benchmarks.schedule import COSTS\n"
-        "print([best_schedule(costs, 10_000.0, 300.0) for costs in COSTS.values()])"
-    )
-    here = [best_schedule(costs, 10_000.0, 300.0) for costs in simulation.COSTS.values()]
-    there = subprocess.run([sys.executable, "-c", program], check=True, capture_output=True)
-    assert there.stdout.decode().strip() == str(here)
 
 
 def test_for_rare_failures_the_least_waste_is_that_of_the_first_order():

@@ -23,7 +23,7 @@ def run(*arguments: Any) -> Any:
 @pytest.fixture
 def root(tmp_path):
     """Versions 5 to 9; in each one element of the kernel changes; bases at 5 and 8."""
-    kernel = np.zeros((10, 3), np.float32)
+    kernel = np.zeros((10, 300), np.float32)
     with Publisher(tmp_path / "weights", base_every=3) as publisher:
         for version in range(5, 10):
             kernel[version, 1] = version
@@ -38,7 +38,7 @@ def test_a_version_is_read_by_the_safetensors_library(version, root, tmp_path):
     assert result.exit_code == 0, result.output
     assert json.loads(result.output)["leaf_count"] == 2
     found = load_file(tmp_path / "out/model.safetensors")
-    expected = np.zeros((10, 3), np.float32)
+    expected = np.zeros((10, 300), np.float32)
     expected[5 : version + 1, 1] = range(5, version + 1)
     assert {*found} == {"layer.kernel", "bias"}
     assert np.array_equal(found["layer.kernel"].astype(np.float32), expected)

@@ -23,9 +23,9 @@ from adacheck_jax.device import transfer, trees
 from adacheck_jax.device.trees import PyTree
 from adacheck_jax.errors import IntegrityError, first_line, unreadable
 from adacheck_jax.format import manifest as manifests
-from adacheck_jax.format.boxes import Box, cuts_of
+from adacheck_jax.format.boxes import Box
 from adacheck_jax.format.byte_loops import fingerprint_of
-from adacheck_jax.format.manifest import ITEMSIZES_BYTES, BaseManifest, Leaf
+from adacheck_jax.format.manifest import BaseManifest, Leaf
 from adacheck_jax.layout.rules import Rule
 from adacheck_jax.publish.reading import VersionReader, read_version
 from adacheck_jax.publish.root import Root
@@ -169,7 +169,7 @@ def version_source(root: AnyPath, version: int | None) -> Iterator[Source]:
         reader = VersionReader(Root(root))
         kept = [x.version for x in reader.versions(reader.sequences()).values()]
         version = numbered(kept, version, root)
-    _, weights, _ = read_version(Root(root), version)
+    weights = read_version(Root(root), version)
     named = enumerate(weights.leaves.leaves)
     arrays = {each.path: weights.block(i, Box.full(each.shape)) for i, each in named}
     elements = [*arrays.values()]
@@ -178,15 +178,9 @@ def version_source(root: AnyPath, version: int | None) -> Iterator[Source]:
         item="",
         kind="version",
         replayed_count=0,
-        leaves=[_leaf(name, array) for name, array in arrays.items()],
+        leaves=weights.leaves.leaves,
         params=range(len(arrays)),
         fingerprints=[fingerprint_of(array) for array in elements],
         tree=arrays[""] if {*arrays} == {""} else trees.nested(arrays),
         read=elements.__getitem__,
     )
-
-
-def _leaf(name: str, array: np.ndarray) -> Leaf:
-    dtype = str(array.dtype)
-    cuts = cuts_of([Box.full(array.shape)], array.shape)
-    return Leaf(name, array.shape, dtype, ITEMSIZES_BYTES[dtype], None, cuts, (0,))
