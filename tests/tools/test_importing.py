@@ -101,12 +101,6 @@ def test_leaves_that_do_not_fit_are_named(plain_run):
         assert told in str(error.value), str(error.value)
 
 
-def test_a_state_that_had_a_recorder_already_is_taken_as_it_is():
-    _, wanted = target()
-    state = train_step(target()[1], support.batch(0))
-    assert_same_bits(import_state(state, wanted), host_copy(state))
-
-
 def test_numbers_keys_and_arrays_of_the_host_are_imported(tmp_path):
     recorder = adacheck.Recorder(optax.adam(1e-3))
     params = {"w": jnp.ones((4, 4), jnp.bfloat16)}
