@@ -595,14 +595,9 @@ class TestRepairOfKeys:
         top.storage.shown = lambda key: f"{tmp_path.parent}/{key}"
         return top
 
-    def test_a_sound_root_is_left_alone(self, keys):
-        before = {*keys.list()}
-        report = repair.repair(keys, read_data=True)
-        assert (report.removals, report.kept, report.step_count) == ((), (), 3)
-        assert {*keys.list()} == before
-
     @pytest.mark.slow
     def test_a_lost_step_goes_and_its_mark_goes_first(self, keys, monkeypatch):
+        assert repair.repair(keys, read_data=True).removals == ()
         (keys / "3/default/adacheck/delta.0.manifest.ocdbt").delete()
         deleted, delete = [], KvStore.delete
 
