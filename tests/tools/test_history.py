@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import itertools
 import json
 import math
@@ -221,11 +222,11 @@ def test_the_commands(run, tmp_path):
     assert [each["step"] for each in steps] == [*range(STEPS)]
 
 
-def test_a_nan_is_named_by_leaf_and_element(tmp_path):
-    train(tmp_path, (8, "params/b", (3,), 30))  # 1 plus a little becomes a huge number or NaN
-    state = Walk(tmp_path).at(8)
-    broken = [np.array(a) for a in state.arrays]
+def test_a_nan_is_named_by_leaf_and_element(run):
+    state = Walk(run[0]).at(8)
     place = [leaf.path for leaf in state.leaves].index("params/b")
+    broken = [np.array(array) for array in state.arrays]
     broken[place][3] = np.nan
-    found = bisects.not_finite(type(state)(8, state.leaves, tuple(broken), state.update, ()))
+    found = bisects.not_finite(dataclasses.replace(state, arrays=tuple(broken)))
     assert found == "params/b [3] is nan"
+    assert bisects.not_finite(state) is None

@@ -33,6 +33,7 @@ from adacheck_jax.store.storage.location import Location, at
 from adacheck_jax.tools import audit, inspection, listing, recompute, repair, verification
 from adacheck_jax.tools import steps as tools_steps
 from tests import support
+from tests.data.make_golden import unpack
 from tests.support import (
     abstract,
     assert_same_bits,
@@ -668,16 +669,17 @@ def test_verify_says_in_one_line_what_it_did_not_look_at(replayed, tmp_path, mon
         assert any(each.startswith("the array bytes") and why in each for each in told)
 
 
-def test_inspect_and_ls_tell_how_each_delta_was_checked(replayed, monkeypatch):
-    support.tell_of_checks(monkeypatch, {3: ""})
-    result = invoked("inspect", replayed[0], 3)
-    assert "checked when saved" in result.stdout
-    assert "step 2 in full, step 3 not checked" in result.stdout
-    told = json.loads(invoked("inspect", replayed[0], 3, "--json").stdout)
-    assert told["checks"] == {"2": "full", "3": ""}
-    steps = json.loads(invoked("ls", replayed[0], "--json").stdout)["steps"]
-    assert [each["checked"] for each in steps] == [None, "full", "not checked"]
-    assert "not checked" in invoked("ls", replayed[0]).stdout
+def test_inspect_and_ls_tell_how_each_delta_was_checked(replayed, bits, tmp_path):
+    unpack(Path(support.__file__).with_name("data") / "v6", tmp_path)  # whose deltas nobody checked
+    for root, told, kind in (
+        (replayed[0], "steps 2 to 3 in full", "full"),
+        (bits[0], "steps 2 to 3 all stored", "stored"),
+        (tmp_path / "replayed", "steps 2 to 3 not checked", "not checked"),
+    ):
+        assert told in invoked("inspect", root, 3).stdout
+        steps = json.loads(invoked("ls", root, "--json").stdout)["steps"]
+        assert [each["checked"] for each in steps[:3]] == [None, kind, kind]
+        assert kind in invoked("ls", root).stdout
 
 
 def test_verify_and_repair_tell_of_damage(copy):
