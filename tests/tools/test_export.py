@@ -273,19 +273,11 @@ def exporting(*words):
 
 
 @pytest.mark.slow
-def test_what_a_killed_export_left_goes_with_the_next_one(recorded, tmp_path):
+def test_exports_to_one_place_take_turns_and_clear_what_a_killed_one_left(recorded, tmp_path):
     words = (recorded[0], 1, tmp_path / "x")
     with exporting(*words) as process:
         process.kill()
     assert any((tmp_path / ".x.adacheck-export").rglob("*"))
-    done = run("export", *words)
-    assert done.exit_code == 0, done.stderr
-    assert [path.name for path in tmp_path.iterdir()] == ["x"]
-
-
-@pytest.mark.slow
-def test_an_export_that_goes_on_is_waited_for_and_left_alone(recorded, tmp_path):
-    words = (recorded[0], 1, tmp_path / "x")
     with exporting(*words) as process:
         with open(tmp_path / ".x.adacheck-export-lock") as lock, pytest.raises(BlockingIOError):
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
