@@ -27,6 +27,7 @@ import adacheck_jax as adacheck
 from adacheck_jax.cli.main import app
 from adacheck_jax.device import trees
 from adacheck_jax.errors import MismatchError, StorageError
+from adacheck_jax.publish import Publisher
 from adacheck_jax.store.steps import identity
 from adacheck_jax.store.storage.location import at
 from adacheck_jax.tools.handover import export as exports
@@ -375,3 +376,51 @@ def test_params_are_what_the_update_trains(tmp_path):
         manager.save(1, args=adacheck.SaveArgs(state))
     exports.export(at(tmp_path / "run"), 1, str(tmp_path / "x"))
     assert [*found_in(tmp_path / "x")] == ["model.w"]
+
+
+@pytest.fixture
+def published(tmp_path):
+    """Versions 5 to 9; in each one element of the kernel changes; bases at 5 and 8."""
+    kernel = np.zeros((10, 3), np.float32)
+    with Publisher(tmp_path / "weights", base_every=3) as publisher:
+        for version in range(5, 10):
+            kernel[version, 1] = version
+            params = {"layer": {"kernel": jnp.asarray(kernel, jnp.bfloat16)}, "bias": jnp.ones(2)}
+            publisher.publish(params, version=version)
+    return tmp_path / "weights"
+
+
+@pytest.mark.parametrize("version", [5, 7, 8])
+def test_a_published_version_is_read_by_the_safetensors_library(version, published, tmp_path):
+    done = run("export", published, version, tmp_path / "out", "--json")
+    assert done.exit_code == 0, done.output
+    assert json.loads(done.output)["leaf_count"] == 2
+    kernel = np.zeros((10, 3), jnp.bfloat16)
+    kernel[5 : version + 1, 1] = range(5, version + 1)
+    expected = {"layer.kernel": kernel, "bias": np.ones(2, np.float32)}
+    same_bits(found_in(tmp_path / "out"), expected)
+
+
+def test_the_newest_version_is_read_by_orbax(published, tmp_path):
+    path = tmp_path / "out"
+    done = run("export", published, "latest", path, "--format", "orbax", "--json")
+    assert done.exit_code == 0, done.output
+    kernel = exports.plain.ocp.StandardCheckpointer().restore(path)["layer"]["kernel"]
+    assert np.asarray(kernel, np.float32)[5:, 1].tolist() == [*range(5, 10)]
+    report = json.loads(done.output)
+    assert (report["step"], report["format"]) == (9, "orbax")
+
+
+def test_what_cannot_be_exported_of_published_weights_is_told_in_one_line(published, tmp_path):
+    for version, target, code, text in (
+        (4, tmp_path / "a", 1, "expected version 4, found versions 5 to 9"),
+        (5, published, 2, "expected nothing there"),
+    ):
+        done = run("export", published, version, target)
+        assert done.exit_code == code, done.output
+        assert text in " ".join(done.output.split())
+    for path in (published / "deltas").iterdir():
+        path.write_bytes(path.read_bytes()[:-1] + b"!")
+    assert run("export", published, 9, tmp_path / "a").exit_code == 1
+    assert not (tmp_path / "a").exists()
+    assert run("export", published, 5, tmp_path / "a").exit_code == 0
