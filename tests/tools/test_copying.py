@@ -196,8 +196,9 @@ def test_steps_that_cannot_be_copied_have_a_row_and_the_others_are_copied(saved,
     assert sorted(path.name for path in (tmp_path / "copy").iterdir()) == ["1", "3", "5"]
 
 
-def test_a_step_that_is_compacted_meanwhile_is_not_copied(tmp_path, monkeypatch):
-    root = tmp_path / "run"
+@pytest.mark.parametrize("to_store", [False, True])
+def test_a_step_that_is_compacted_meanwhile_is_not_copied(tmp_path, monkeypatch, to_store):
+    root, place = tmp_path / "run", in_memory() if to_store else at(tmp_path / "copy")
     saved_run(root, 3)
     copy_file, done = copy_steps.copy_file, [False]
 
@@ -210,10 +211,11 @@ def test_a_step_that_is_compacted_meanwhile_is_not_copied(tmp_path, monkeypatch)
 
     monkeypatch.setattr(copy_steps, "copy_file", change)
     monkeypatch.setattr(copy_steps, "THREADS", 1)
-    report = copying.copy(root, tmp_path / "copy")
+    report = copying.copy(root, place)
     assert results_of(report) == {"1": COPIED, "2": COPIED, "3": REFUSED}
     assert "meanwhile" in (report.steps[2].why or "")
-    assert sorted(path.name for path in (tmp_path / "copy").iterdir()) == ["1", "2"]
+    assert [step.step for step in roots.steps_of(place)] == [1, 2]
+    assert to_store or sorted(place.folders()) == ["1", "2"]
 
 
 def test_a_copy_is_not_linked_to_files_that_have_changed(saved, tmp_path):
@@ -409,25 +411,31 @@ def test_a_copy_that_is_called_again_goes_on_at_the_step_that_it_was_at(
     assert way != "from store" or verified(place) == [1, 2, 3, 4, 5]
 
 
-def test_a_half_copied_step_is_no_step_to_a_manager(saved, gcs, monkeypatch):
-    root, state, states = saved
-    url, mark = f"{gcs.url}/{uuid.uuid4().hex}", ("3", marks.COMMIT_MARK)
-    copy = copy_steps.copy_file
+def test_what_makes_a_step_exist_is_written_last(saved, monkeypatch):
+    copying.copy(saved[0], first := in_memory())
+    write, written = KvStore.write, list[str]()
 
-    def ending(one: Location, other: Location) -> Any:
-        if (other.parent.name, other.name) == mark:
-            raise Interrupted
-        return copy(one, other)
+    def noted(self: KvStore, key: str, *data: Any, **condition: Any) -> Any:
+        written.append(key)
+        return write(self, key, *data, **condition)
 
-    monkeypatch.setattr(copy_steps, "copy_file", ending)
-    with pytest.raises(Interrupted):
-        copying.copy(root, located(url))
-    assert (located(url) / "3/default" / manifest_file.FILE).exists
-    listed = json.loads(CliRunner().invoke(app, ["ls", url, "--json"]).stdout)
-    assert [step["step"] for step in listed["steps"]] == [1, 2]
-    with adacheck.checkpoint_manager(url) as manager:
-        assert list(manager.all_steps()) == [1, 2]
-        assert_same_bits(manager.restore(2, args=adacheck.RestoreArgs(abstract(state))), states[2])
+    monkeypatch.setattr(KvStore, "write", noted)
+    for source in (saved[0], first):
+        written.clear()
+        copying.copy(source, in_memory())
+        for step in "12345":
+            ranks = [rank_of(key[6:]) for key in written if key.startswith(f"run/{step}/")]
+            assert ranks == sorted(ranks)
+            assert ranks[-1] == 3 > ranks[-2] >= 1 > ranks[0]
+
+
+def rank_of(path: str) -> int:
+    """The place of a file among those of its step: data, manifests, marks of items, and its own."""
+    ends = marks.COMMIT_MARK, marks.FINALIZED
+    return 3 if path == ends[0] else 2 if path.endswith(ends) else path == MANIFEST
+
+
+MANIFEST = f"default/{manifest_file.FILE}"
 
 
 @pytest.mark.slow

@@ -652,7 +652,7 @@ def test_verify_says_in_one_line_what_it_did_not_look_at(replayed, tmp_path, mon
         assert any(each.startswith("the array bytes") and why in each for each in told)
 
 
-def test_inspect_and_ls_tell_how_each_delta_was_checked(replayed, bits, tmp_path):
+def test_inspect_and_ls_tell_how_each_delta_was_checked_and_sizes(replayed, bits, tmp_path):
     unpack(Path(support.__file__).with_name("data") / "v6", tmp_path)  # whose deltas nobody checked
     for root, told, kind in (
         (replayed[0], "steps 2 to 3 in full", "full"),
@@ -663,6 +663,12 @@ def test_inspect_and_ls_tell_how_each_delta_was_checked(replayed, bits, tmp_path
         steps = json.loads(invoked("ls", root, "--json").stdout)["steps"]
         assert [each["checked"] for each in steps[:3]] == [None, kind, kind]
         assert kind in invoked("ls", root).stdout
+    for step in json.loads(invoked("ls", replayed[0], "--json").stdout)["steps"]:
+        files = [path for path in (replayed[0] / step["item"]).rglob("*") if path.is_file()]
+        sizes = {path.stat().st_ino: path.stat().st_size for path in files}
+        own = [path.stat().st_size for path in files if folders.LINEAGE not in str(path)]
+        assert (step["size_bytes"], step["new_bytes"]) == (sum(sizes.values()), sum(own))
+        assert step["saved_at"]
 
 
 def test_verify_and_repair_tell_of_damage(copy):
