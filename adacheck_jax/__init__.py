@@ -37,7 +37,7 @@ if TYPE_CHECKING:  # for type checkers and editors; must name what _names names
     from adacheck_jax.processes.run import wait_for_processes
     from adacheck_jax.schedule.adaptive import AdaptivePolicy
     from adacheck_jax.store.retention import KeepLineage
-    from adacheck_jax.tools.restorable import latest_restorable
+    from adacheck_jax.tools.verification import latest_restorable
     from adacheck_jax.update.recorder import Recorder
     from adacheck_jax.update.separate import separate_update
 
@@ -75,7 +75,7 @@ _name, __dir__ = lazy.names_of(
         "processes.run": "wait_for_processes",
         "schedule.adaptive": "AdaptivePolicy",
         "store.retention": "KeepLineage",
-        "tools.restorable": "latest_restorable",
+        "tools.verification": "latest_restorable",
         "update.recorder": "Recorder",
         "update.separate": "separate_update",
     },

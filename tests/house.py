@@ -103,7 +103,7 @@ MAY_TOUCH_FILES = {
     "update.untrusted": "it starts a script beside it",
     "adapter.directories": "it looks if a directory can be written",
     "plan.options": "it looks if a directory that a caller names is a file",
-    "tools.restorable": "callers give it a path as a text",
+    "tools.verification": "callers give it a path as a text",
     "adapter.stock.plain": "Orbax takes paths",
     "tools.handover.copy_steps": "it copies files",
     "tools.handover.export": "it makes what a user names, outside of checkpoint roots",

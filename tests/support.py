@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import dataclasses
 import errno
 import functools
 import os
@@ -30,7 +29,7 @@ import adacheck_jax as adacheck
 from adacheck_jax.adapter.restoring.restorer import StepRestorer
 from adacheck_jax.adapter.stock.base_checkpoint import StockCheckpoints
 from adacheck_jax.format.encodings import planes as codecs
-from adacheck_jax.format.manifest import BaseManifest, Delta, DeltaManifest
+from adacheck_jax.format.manifest import BaseManifest
 from adacheck_jax.restore.deltas import delta_reader
 from adacheck_jax.store import volumes
 from adacheck_jax.store.compaction import in_place, new_base
@@ -507,20 +506,6 @@ def put_base(known: lineage.Lineage, blocks: dict[int, Any]) -> BaseManifest:
 def compact(root: Any, step: int, item: str = "default") -> BaseManifest:
     """Compacts a step as a training run does that has its state on the host."""
     return put_base(*restored_boxes(root / str(step) / item))
-
-
-def tell_of_checks(monkeypatch: Any, checks: dict[int, str]) -> None:
-    """Have manifests tell that deltas were checked in other ways than they were, by step."""
-    deltas = DeltaManifest.deltas.fget
-    assert deltas is not None
-
-    def told(manifest: DeltaManifest) -> tuple[Delta, ...]:
-        return tuple(
-            dataclasses.replace(each, checked=checks.get(each.step, each.checked))
-            for each in deltas(manifest)
-        )
-
-    monkeypatch.setattr(DeltaManifest, "deltas", property(told))
 
 
 def finish_in_background(handler):

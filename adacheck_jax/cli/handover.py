@@ -11,7 +11,7 @@ from rich.filesize import decimal
 
 from adacheck_jax.cli.command import DryRun, Item, Root, command, progress_bar, root_of, step_of
 from adacheck_jax.cli.printing import print_rows, print_text, some_of
-from adacheck_jax.tools.steps import InputError
+from adacheck_jax.tools.handover.formats import Format
 
 if TYPE_CHECKING:  # which import JAX, or are not needed by other commands
     from adacheck_jax.tools.handover.copying import CopyReport
@@ -19,7 +19,6 @@ if TYPE_CHECKING:  # which import JAX, or are not needed by other commands
     from adacheck_jax.tools.handover.transform import TransformReport
 
 _GROUP = "Hand steps over"
-_FORMATS = ("orbax", "safetensors")
 
 
 def _show_export(report: ExportReport) -> None:
@@ -48,7 +47,7 @@ def export(
         typer.Argument(metavar="STEP", help="Step (saved or deferred) or version; latest, -1."),
     ],
     dest: Annotated[str, typer.Argument(metavar="DEST", help="New directory.")],
-    kind: Annotated[str, typer.Option("--format", help="orbax or safetensors.")] = "safetensors",
+    kind: Annotated[Format, typer.Option("--format")] = Format.SAFETENSORS,
     params_only: Annotated[
         bool, typer.Option("--params-only/--all", help="The params alone, or every leaf.")
     ] = True,
@@ -68,18 +67,9 @@ def export(
     With --json: the fields of adacheck_jax.tools.handover.export.ExportReport.
     """
     from adacheck_jax.tools.handover import export as exports
-    from adacheck_jax.tools.handover.formats import Format
 
-    if kind not in _FORMATS:
-        raise InputError(f"--format: expected one of {', '.join(_FORMATS)}, found {kind!r}.")
-    return exports.export(
-        root_of(root),
-        step_of(step),
-        dest,
-        Format(kind),
-        params_only=params_only,
-        item=item,
-    )
+    place, number = root_of(root), step_of(step)
+    return exports.export(place, number, dest, kind, params_only=params_only, item=item)
 
 
 def _show_transform(report: TransformReport) -> None:

@@ -32,8 +32,8 @@ from adacheck_jax.cli.printing import (
     tell_deleted,
     tell_more,
 )
-from adacheck_jax.store.storage.location import AnyPath, Location, at
-from adacheck_jax.tools.steps import InputError
+from adacheck_jax.store.storage.location import AnyPath, at
+from adacheck_jax.tools.steps import InputError, refuse_inside
 
 if TYPE_CHECKING:
     from adacheck_jax.tools.history.bisect import Bisection
@@ -323,14 +323,9 @@ def _check(output: Path, root: AnyPath) -> None:
             f"report draws with packages that are not all there ({error}): pip install "
             "'adacheck-jax[report]', or print the facts with --json."
         ) from error
-    folder = output.absolute().parent.resolve()
-    if output.is_dir() or not folder.is_dir():
+    if output.is_dir() or not output.absolute().parent.is_dir():
         raise InputError(f"{output}: expected a file in a directory. Give another path with -o.")
-    if not isinstance(root, Location) and folder.is_relative_to(root.resolve()):
-        raise InputError(
-            f"{output}: expected a place outside of the checkpoint root {root}, where a "
-            "manager keeps its steps. Give another path with -o."
-        )
+    refuse_inside(output.absolute(), root)
 
 
 def _write(found: Report, output: Path) -> None:

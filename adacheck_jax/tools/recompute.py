@@ -220,3 +220,26 @@ def reason_to_keep(lineage: Lineage) -> str:
     if replayed.problem is not None:
         return replayed.problem
     return "" if replayed.damage else "it can be restored all the same"
+
+
+def restorable_part(lineage: Lineage) -> Lineage | None:
+    """The longest part of a lineage that can be restored, tried step by step.
+
+    Returns:
+        The lineage of the newest such step; None if not even the base can be restored. All of it
+        where this machine cannot try.
+    """
+    found = None
+    with contextlib.closing(Reached(identity.of_step)) as reached:
+        try:
+            if cannot_replay_here(lineage):
+                return lineage
+            for part in map(lineage.to, lineage.steps):
+                if reached.at(part)[1]:
+                    break
+                found = part
+        except (StorageError, MemoryError, jax.errors.JaxRuntimeError):
+            return lineage
+        except AdaCheckError:
+            pass
+    return found

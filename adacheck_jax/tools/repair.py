@@ -25,9 +25,9 @@ from adacheck_jax.store.steps.roots import TMP_SUFFIX
 from adacheck_jax.store.storage.location import AnyPath, Location, at
 from adacheck_jax.tools import audit
 from adacheck_jax.tools.audit import Leftover, StepReport, ToldDirectory
-from adacheck_jax.tools.recompute import reason_to_keep
+from adacheck_jax.tools.recompute import reason_to_keep, restorable_part
 from adacheck_jax.tools.steps import InputError, Progress, quiet
-from adacheck_jax.tools.verification import Verifier, unreadable_file, whole_part
+from adacheck_jax.tools.verification import unreadable_file
 
 _YOUNG_S = 60.0
 """A temporary directory that changed within this time may belong to a running save."""
@@ -208,10 +208,10 @@ def _alone(sound: Iterable[Lineage], lost: Iterable[Location]) -> dict[Location,
     known: dict[tuple[AnyPath, str | None], set[int]] = {}
     for each in sound:
         known.setdefault(roots.place_of(each.entries[-1].holder).line, set()).update(each.steps)
-    found, verifier = {}, Verifier()
+    found: dict[Location, str] = {}
     for directory in lost:
         with contextlib.suppress(AdaCheckError):
-            part = whole_part(lookup.held(directory), verifier)
+            part = restorable_part(lookup.held(directory))
             others = known.setdefault(roots.place_of(directory).line, set())
             steps = [] if part is None else [each for each in part.steps if each not in others]
             if steps:

@@ -113,6 +113,20 @@ def walked(root: Root) -> Steps:
     return root if isinstance(root, Steps) else Steps(root)
 
 
+def refuse_inside(path: AnyPath, root: AnyPath) -> None:
+    """Refuse to write a local path below a root.
+
+    Raises:
+        InputError: it lies there, whatever links lead to it.
+    """
+    place, top = at(path).parent.resolve() / path.name, at(root).resolve()
+    if place.storage == top.storage and f"{place.key}/".startswith(f"{top.key}/"):
+        raise InputError(
+            f"{path}: expected a place outside of the checkpoint root {root}, where a manager "
+            "keeps its steps, found one in it. Give another path."
+        )
+
+
 @dataclass(frozen=True, slots=True)
 class RecordedStep:
     """A step that can be restored, with or without a directory of its own.

@@ -1,4 +1,4 @@
-"""Verification of one saved step: its structure, or every stored byte.
+"""Verification of one saved step, its structure or every stored byte; the newest that verifies.
 
 A step needs the files of every step of its lineage. Hard links to files that were checked already
 are not read again; see :class:`Verifier`.
@@ -6,30 +6,39 @@ are not read again; see :class:`Verifier`.
 
 from __future__ import annotations
 
-import collections
-import contextlib
 import dataclasses
 import hashlib
+import logging
+import os
 import re
-from bisect import bisect_left
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 
 from adacheck_jax.adapter.stock.base_checkpoint import StockCheckpoints
 from adacheck_jax.adapter.stock.descriptions import damaged_descriptions, stored_dtype
 from adacheck_jax.device import trees
-from adacheck_jax.errors import AdaCheckError, FormatError, IntegrityError, first_line, unreadable
+from adacheck_jax.errors import (
+    AdaCheckError,
+    IntegrityError,
+    StepDeletedError,
+    StorageError,
+    first_line,
+    unreadable,
+)
 from adacheck_jax.format import fingerprint
 from adacheck_jax.format import manifest as manifests
 from adacheck_jax.format.byte_loops import fingerprint_of
 from adacheck_jax.format.manifest import BaseManifest, DeltaManifest, Update
 from adacheck_jax.restore.deltas import delta_reader
 from adacheck_jax.store import volume_reader, zarr
-from adacheck_jax.store.steps import identity, lookup, manifest_file
+from adacheck_jax.store.steps import identity, lookup, manifest_file, roots
 from adacheck_jax.store.steps.lineage import Lineage, LineageStep
 from adacheck_jax.store.storage.interface import NotPlainError
-from adacheck_jax.store.storage.location import AnyPath, at
+from adacheck_jax.store.storage.location import AnyPath, at, located
+from adacheck_jax.tools.steps import undeleted
 from adacheck_jax.update import program as update_program
+
+_log = logging.getLogger(__name__)
 
 PLACEMENT = "placement"
 NUMBER = "number"
@@ -98,42 +107,60 @@ def _hindering(lineage: Lineage, read_data: bool, verifier: Verifier) -> Iterato
         yield from (each for each in look(lineage) if each.hinders in (None, platform))
 
 
-def whole_part(lineage: Lineage, verifier: Verifier) -> Lineage | None:
-    """The longest part of a lineage that a restore on this machine can have, to the last byte.
+def latest_restorable(
+    root: str | os.PathLike[str], item: str | None = None, *, read_data: bool = True
+) -> int | None:
+    """The newest step that verifies, for a script that would rather go on than stop.
+
+    Newer steps that do not verify are skipped, and the log says why; so are steps that stock Orbax
+    saved, which nothing can verify. Every process may call this, and finds the same step under a
+    shared root. ``RestoreArgs(skip_damaged=True)`` does the same during a restore, so reads each
+    file once, and restores the earlier steps that only a bad step's directory holds, too.
+
+    No update is replayed.
 
     Args:
-        lineage: the lineage of a step that may be damaged.
-        verifier: checks of other steps, to be remembered.
+        root: the directory or URL given to the checkpoint manager.
+        item: name of the item that has to verify; None for every item of a step.
+        read_data: True to read every stored byte; False to check only the structure, in a fraction
+            of a second: then a flipped bit is found by the restore.
 
     Returns:
-        The lineage of the newest step that can be restored; None if not even the base can.
+        The number of the step, as the manager lists it; None if no step was ever saved.
+
+    Raises:
+        AdaCheckError: there are steps and none of them verifies; the error of the newest. Training
+            should not begin anew unasked.
+        StorageError: a step cannot be read now, and may be whole.
     """
-    entries = lineage.entries
-
-    def is_damaged(count: int) -> bool:
-        return any(_hindering(Lineage(entries[:count]), True, verifier))
-
-    # By halving: damage of a step hinders all steps that build on it.
-    whole = bisect_left(range(1, len(entries) + 1), True, key=is_damaged)
-    if whole == len(entries):
-        return lineage
-    if whole == 0:
-        return None
-    return _readable(Lineage(entries[: whole + 1])) or Lineage(entries[:whole])
-
-
-def _readable(lineage: Lineage) -> Lineage | None:
-    """A lineage up to the first damaged delta of its last save; None if none is before that."""
-    programs = damaged_programs(lineage.entries[0], lineage.base.update)
-    if update_program.platform() in [each.hinders for each in programs]:
-        return None
-    whole, count = 0, len(lineage.saves[-1][0].deltas)
-    with contextlib.suppress(IntegrityError, FormatError):
-        for reader in delta_reader.readers_of(lineage)[-count:]:
-            for index in reader.delta.stored:
-                collections.deque(reader.blocks(index), maxlen=0)
-            whole += 1
-    return Lineage(lineage.entries, count - whole) if 0 < whole < count else None
+    path = located(os.fspath(root))
+    steps, verifier, first = roots.stock_steps(path, item), Verifier(), None
+    for each in roots.items_of(path):
+        if (number := roots.place_of(each).step) is not None and item in (None, each.name):
+            steps.setdefault(number, []).append(each)
+    for number, paths in sorted(steps.items(), reverse=True):
+        try:
+            for each in sorted(paths, key=str):
+                if roots.is_stock(each):
+                    raise IntegrityError(
+                        f"{each}: expected a step with fingerprints, found one that stock Orbax "
+                        "saved, which nothing can verify. To go on from it, restore it by its "
+                        "number."
+                    )
+                with undeleted(each):
+                    check(each, read_data=read_data, verifier=verifier)
+        except StorageError:
+            raise
+        except StepDeletedError as error:
+            _log.info("Skipping step %d: %s", number, error)
+        except AdaCheckError as error:
+            _log.warning("Skipping step %d, which does not verify: %s", number, error)
+            first = first or error
+        else:
+            return number
+    if first is not None:
+        raise first
+    return None
 
 
 def damage_of(error: Exception, where: AnyPath) -> Damage:

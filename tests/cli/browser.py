@@ -31,19 +31,20 @@ class Page:
     """
 
     socket: aiohttp.ClientWebSocketResponse
-    session: str
+    session: str = ""
     console: list[str] = field(default_factory=list)
     requests: list[str] = field(default_factory=list)
-    _numbers: Any = field(default_factory=itertools.count)
+    _numbers: Any = field(default_factory=lambda: itertools.count(1000))
     _answers: dict[int, asyncio.Future[dict[str, Any]]] = field(default_factory=dict)
     _loads: asyncio.Queue[None] = field(default_factory=asyncio.Queue)
 
     async def call(self, method: str, **parameters: Any) -> dict[str, Any]:
-        """Calls a method of the protocol."""
-        number = next(self._numbers) + 1000
+        """Calls a method of the protocol: of the page, or of the browser before it has one."""
+        number = next(self._numbers)
         self._answers[number] = asyncio.get_running_loop().create_future()
-        message = {"id": number, "method": method, "params": parameters, "sessionId": self.session}
-        await self.socket.send_json(message)
+        message = {"id": number, "method": method, "params": parameters}
+        own = {"sessionId": self.session} if self.session else {}
+        await self.socket.send_json(message | own)
         return await asyncio.wait_for(self._answers[number], 60)
 
     async def listen(self) -> None:
@@ -122,9 +123,11 @@ async def _browser() -> AsyncIterator[Page]:
                 aiohttp.ClientSession() as client,
                 client.ws_connect(address, max_msg_size=0) as socket,
             ):
-                page = Page(socket, "")
+                page = Page(socket)
                 listening = asyncio.create_task(page.listen())
-                page.session = await _attached(page)
+                tab = await page.call("Target.createTarget", url="about:blank")
+                target = {"targetId": tab["targetId"], "flatten": True}
+                page.session = (await page.call("Target.attachToTarget", **target))["sessionId"]
                 for domain in ("Page", "Runtime", "Log", "Network"):
                     await page.call(f"{domain}.enable")
                 yield page
@@ -132,19 +135,6 @@ async def _browser() -> AsyncIterator[Page]:
         finally:
             process.terminate()
             process.wait()
-
-
-async def _attached(page: Page) -> str:
-    """The session of a new tab: the browser itself takes calls without a session."""
-    found: dict[str, Any] = {}
-    first, second = {"url": "about:blank"}, {"flatten": True}
-    for method, more in (("Target.createTarget", first), ("Target.attachToTarget", second)):
-        number = next(page._numbers) + 1000
-        page._answers[number] = asyncio.get_running_loop().create_future()
-        target = {"targetId": found["targetId"]} if found else {}
-        await page.socket.send_json({"id": number, "method": method, "params": {**more, **target}})
-        found |= await asyncio.wait_for(page._answers[number], 60)
-    return found["sessionId"]
 
 
 def look(visit: Callable[[Page], Awaitable[None]]) -> None:

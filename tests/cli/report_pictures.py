@@ -1,6 +1,6 @@
-"""Pictures of a report for the guide: ``python -m tests.cli.report_pictures docs/images``.
+"""Pictures of a report for the guide: ``python -m tests.cli.report_pictures docs/images ROOT``.
 
-Trains a small run first, or takes the one that ``--root`` names. Needs Chromium.
+ROOT is that of a small run, such as one of ``examples/train_lm.py``. Needs Chromium.
 """
 
 from __future__ import annotations
@@ -15,7 +15,6 @@ from PIL import Image
 from adacheck_jax.tools.report.gather import gather
 from adacheck_jax.tools.report.page import page_of
 from tests.cli.browser import Page, look
-from tests.cli.report_run import train
 
 PICTURES = (
     ("report-desktop-light", 1400, 960, "light", 0),
@@ -30,14 +29,11 @@ def main() -> None:
     """Draws all pictures."""
     parser = argparse.ArgumentParser()
     parser.add_argument("output", type=Path)
-    parser.add_argument("--root", type=Path)
+    parser.add_argument("root", type=Path)
     args = parser.parse_args()
     with tempfile.TemporaryDirectory() as work:
-        root = args.root or Path(work) / "run"
-        if args.root is None:
-            train(root)
         page = Path(work) / "report.html"
-        report = gather(root.absolute())
+        report = gather(args.root.absolute())
         summary = dataclasses.replace(report.summary, root="/checkpoints/small-lm")
         shown = dataclasses.replace(report, summary=summary)
         page.write_text(page_of(shown))

@@ -2,12 +2,10 @@
 
 import dataclasses
 import json
-import runpy
 import sys
 import textwrap
 from pathlib import Path
 
-import jax
 import pytest
 from typer.testing import CliRunner
 
@@ -49,11 +47,7 @@ def test_the_example_on_128_devices_is_told_by_the_kind_of_save(plan):
     said = words(result.stdout)
     assert "all that each device holds 12.1 TB 1.0 stock Orbax 94.3 GB 128" in said
     assert "delta 13.5 GB 896 842.3 MB mean of 1 base, 20 deltas 18.0 GB 672" in said
-
-
-def test_the_example_describes_2048_devices_too():
-    state, _ = runpy.run_path(str(EXAMPLE))["fsdp_tensor_parallel"]()
-    assert {leaf.sharding.mesh.size for leaf in jax.tree.leaves(state)} == {2048}
+    assert "2,048 devices" in plan("", f"{EXAMPLE}:fsdp_tensor_parallel").stdout
 
 
 RECORDED = f"""{STATE}
@@ -108,30 +102,18 @@ def test_a_module_of_the_working_directory_and_what_lies_beside_it(plan, tmp_pat
     ("source", "target", "message"),
     [
         ("", "target.py", "expected path/to/file.py:function or package.module:function"),
-        ("", "target.py:", "expected path/to/file.py:function"),
-        ("", ":state", "expected path/to/file.py:function"),
         ("", "absent.py:state", "absent.py: expected a Python file, found none"),
         ("", "some/where:state", "some/where: expected a Python file, found none"),
         ("", "no_such_module_here:state", "ModuleNotFoundError: No module named 'no_such_module"),
-        ("import no_such_thing", "target.py:state", "No module named 'no_such_thing'"),
         ("def (", "target.py:state", "target.py: cannot be imported: SyntaxError"),
         ("raise SystemExit(3)", "target.py:state", "cannot be imported: SystemExit: 3"),
         ("def other(): ...", "target.py:state", "found no such name. It has other."),
-        ("state = 3", "target.py:state", "found a value of type int. It has no functions."),
         ("def state(): return 1 / 0", "target.py:state", "ZeroDivisionError: division by zero"),
-        ("def state(x): ...", "target.py:state", "the function raised TypeError"),
-        ("def state(): ...", "target.py:state", "target.py:state: expected a state with arrays"),
         ("def state(): return {'a': 'b'}", "target.py:state", "leaf a: expected an array"),
         (
             f"{STATE}\n    def state(): return [leaf(3), jax.ShapeDtypeStruct((2,), jnp.int32)]",
             "target.py:state",
             "target.py:state: leaf 1: expected a sharding, as other leaves have one",
-        ),
-        (
-            f"{STATE}\n    import adacheck_jax, optax"
-            "\n    def state(): return leaf(3), adacheck_jax.Recorder(optax.sgd(0.1))",
-            "target.py:state",
-            "the saved state holds no Recorder's state",
         ),
     ],
 )

@@ -1,4 +1,4 @@
-"""Progress of long restores, told by the command on a terminal alone."""
+"""Progress of long restores, told on a terminal alone: in lines by the command, else in a bar."""
 
 import logging
 
@@ -6,6 +6,8 @@ import pytest
 
 from adacheck_jax.cli import command
 from adacheck_jax.restore import progress
+
+LINE = "restoring step 7: 4 of 9, 40.0 of 100.0 MB"
 
 
 @pytest.fixture
@@ -16,36 +18,28 @@ def log():
     log.setLevel(logging.NOTSET)
 
 
-def test_a_terminal_is_told_how_far_a_restore_is(log, monkeypatch, capsys):
-    monkeypatch.setattr("sys.stderr.isatty", lambda: True)
-    monkeypatch.setattr(progress, "EVERY_S", 0.0)
-    command.show_restores()
-    with progress.Progress("restoring step 7") as told:
-        told.tell(40_000_000, 100_000_000, "replayed 4 of 9 deltas, ")
-    assert capsys.readouterr().err == "restoring step 7: replayed 4 of 9 deltas, 40.0 of 100.0 MB\n"
-
-
-def test_a_file_is_told_nothing(log, monkeypatch, capsys):
-    monkeypatch.setattr(progress, "EVERY_S", 0.0)
-    command.show_restores()
-    with progress.Progress("restoring step 7") as told:
-        told.tell(40, 100)
-    assert capsys.readouterr().err == ""
-
-
-@pytest.mark.parametrize("is_silent", [False, True])
-def test_a_terminal_that_gets_no_lines_gets_a_bar_unless_told_not_to(
-    log, monkeypatch, capsys, is_silent
+@pytest.mark.parametrize(
+    ("is_command", "is_terminal", "level", "is_told"),
+    [
+        (True, True, logging.NOTSET, True),
+        (True, False, logging.NOTSET, False),
+        (False, True, logging.NOTSET, True),
+        (False, True, logging.WARNING, False),
+    ],
+)
+def test_a_terminal_is_told_how_far_a_restore_is(
+    log, monkeypatch, capsys, is_command, is_terminal, level, is_told
 ):
-    monkeypatch.setattr("sys.stderr.isatty", lambda: True)
+    monkeypatch.setattr("sys.stderr.isatty", lambda: is_terminal)
     monkeypatch.setattr(progress, "EVERY_S", 0.0)
-    if is_silent:
-        log.setLevel(logging.WARNING)
-    with progress.Progress("restoring step 7") as told:
-        told.tell(40_000_000, 100_000_000)
+    log.setLevel(level)
+    if is_command:
+        command.show_restores()
+    with progress.Progress("restoring step 7") as part:
+        part.tell(40_000_000, 100_000_000, "4 of 9, ")
     told = capsys.readouterr().err
-    assert ("restoring step 7: 40.0 of 100.0 MB" in told) is not is_silent
-    assert bool(told) is not is_silent
+    assert (LINE in told) is bool(told) is is_told
+    assert not (is_command and is_told) or told == f"{LINE}\n"
 
 
 def test_a_line_is_told_each_two_seconds(log, caplog):
@@ -55,7 +49,5 @@ def test_a_line_is_told_each_two_seconds(log, caplog):
         for done in range(6):
             part.tell(done * 10**6, 6 * 10**6)
             now_s[0] += 1
-    assert [record.message for record in caplog.records] == [
-        "restoring step 7: 2.0 of 6.0 MB",
-        "restoring step 7: 4.0 of 6.0 MB",
-    ]
+    said = [record.message for record in caplog.records]
+    assert said == [f"restoring step 7: {done}.0 of 6.0 MB" for done in (2, 4)]

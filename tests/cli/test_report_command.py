@@ -116,15 +116,11 @@ def test_a_damaged_step_is_told_by_the_exit_code_and_the_page_is_there(run, tmp_
     ("root", "output", "message"),
     [
         ("run", ".", "expected a file in a directory"),
-        ("run", "none/report.html", "expected a file in a directory"),
         ("run", "run/report.html", "expected a place outside of the checkpoint root"),
-        ("run", "run/2/report.html", "expected a place outside of the checkpoint root"),
         ("none", "x.html", "expected a checkpoint root"),
-        ("pages", "x.html", "found nothing"),
     ],
 )
 def test_a_root_or_a_place_where_no_page_can_be_is_refused(run, tmp_path, root, output, message):
-    (tmp_path / "pages").mkdir()
     done = report(tmp_path / root, "-o", tmp_path / output)
     assert done.exit_code == 2
     assert message in done.output
@@ -189,21 +185,18 @@ def test_deferred_and_deleted_steps_have_rows_and_values_that_are_not_finite_mar
     assert "var(--bad); stroke" not in plain
 
 
-@pytest.mark.parametrize("scheme", ["light", "dark"])
-@pytest.mark.parametrize("below", ["box", "page"])
-@pytest.mark.parametrize(
-    ("name", "least"), [("ink", 4.5), ("soft", 4.5), ("bad", 4.5), ("base", 3), ("delta", 3)]
-)
-def test_colours_can_be_told_from_what_they_lie_on(scheme, below, name, least):
-    """Contrasts as WCAG 2 level AA asks for them, of text and of marks."""
-    light, dark = page_of(small()).split("@media (prefers-color-scheme: dark)", 1)
-    found = dict(re.findall(r"--([\w-]+): (#[0-9a-f]+)", light if scheme == "light" else dark))
-    one, two = sorted((luminance(found[each]) for each in (name, below)), reverse=True)
-    assert (one + 0.05) / (two + 0.05) >= least
-
-
 def luminance(colour):
     digits = colour[1:] if len(colour) == 7 else "".join(2 * each for each in colour[1:])
     parts = [int(digits[n : n + 2], 16) / 255 for n in (0, 2, 4)]
     linear = [c / 12.92 if c <= 0.04045 else ((c + 0.055) / 1.055) ** 2.4 for c in parts]
     return sum(part * weight for part, weight in zip(linear, (0.2126, 0.7152, 0.0722), strict=True))
+
+
+def test_colours_can_be_told_from_what_they_lie_on():
+    """Contrasts as WCAG 2 level AA asks for them, of text and of marks, in both schemes."""
+    for css in page_of(small()).split("@media (prefers-color-scheme: dark)", 1):
+        found = {x: luminance(colour) for x, colour in re.findall(r"--([\w-]+): (#[0-9a-f]+)", css)}
+        for name, least in {"ink": 4.5, "soft": 4.5, "bad": 4.5, "base": 3, "delta": 3}.items():
+            for below in ("box", "page"):
+                dark, light = sorted((found[name], found[below]))
+                assert (light + 0.05) / (dark + 0.05) >= least, (name, below)

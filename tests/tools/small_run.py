@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +14,7 @@ import orbax.checkpoint as ocp
 import pytest
 
 import adacheck_jax as adacheck
+from adacheck_jax.device import trees
 
 STEPS = 14
 RECORDER = adacheck.Recorder(optax.inject_hyperparams(optax.adamw)(learning_rate=1e-2))
@@ -37,65 +37,43 @@ def applied(state: Any, gradients: Any) -> Any:
     return {"params": params, "opt": opt, "seen": state["seen"] + 1}
 
 
-def flipped(array: Any, index: tuple[int, ...], bit: int) -> jax.Array:
-    words = np.array(array)
-    view = words.view(f"u{words.dtype.itemsize}")
-    view[index] ^= view.dtype.type(1 << bit)
-    return jnp.asarray(words)
-
-
 def changed(state: Any, path: str, index: tuple[int, ...], bit: int) -> Any:
     """The state with one bit of one leaf flipped."""
-
-    def leaf(where: Any, value: Any) -> Any:
-        name = "/".join(
-            str(getattr(k, "key", getattr(k, "name", getattr(k, "idx", "")))) for k in where
-        )
-        return flipped(value, index, bit) if name == path else value
-
-    return jax.tree_util.tree_map_with_path(leaf, state)
+    named, treedef = trees.flatten(state)
+    words = np.array(named[path])
+    view = words.view(f"u{words.dtype.itemsize}")
+    view[index] ^= view.dtype.type(1 << bit)
+    return trees.unflatten(treedef, [*(named | {path: jnp.asarray(words)}).values()])
 
 
-def train(
-    root: Path,
-    fault: Any = None,
-    deferred: tuple[int, ...] = (3, 4),
-    *,
-    options: ocp.CheckpointManagerOptions | None = None,
-    keep_lineage: adacheck.KeepLineage | None = None,
-    after: Callable[[int], object] = lambda _: None,
-) -> dict[int, Any]:
-    """Saves every step but some deferred ones.
+def train(root: Path, fault: Any = None, deferred: tuple[int, ...] = (3, 4)) -> dict[int, Any]:
+    """Saves every step but some deferred ones, with metrics.
 
     Args:
         root: the checkpoint root.
         fault: step, leaf path, index and bit of a bit to flip; a path that begins with
             ``gradient/`` is that of a gradient.
         deferred: steps that are recorded.
-        options: options of the manager; by default all steps are kept, with metrics.
-        keep_lineage: the handler's.
-        after: is called after each saved step.
     """
     state, states = initial(), {}
-    handler = adacheck.AdaCheckHandler(RECORDER, max_deltas=5, keep_lineage=keep_lineage)
-    tracked = ocp.CheckpointManagerOptions(best_fn=lambda metrics: metrics["loss"])
-    with ocp.CheckpointManager(root, item_handlers=handler, options=options or tracked) as manager:
+    handler = adacheck.AdaCheckHandler(RECORDER, max_deltas=5)
+    options = ocp.CheckpointManagerOptions(best_fn=lambda metrics: metrics["loss"])
+    with ocp.CheckpointManager(root, item_handlers=handler, options=options) as manager:
         for step in range(STEPS):
             gradients = gradients_at(step, state["params"])
-            if fault and fault[0] == step and fault[1].startswith("gradient/"):
-                named = {"gradient": gradients}
-                gradients = changed(named, *fault[1:])["gradient"]
+            own = fault[1:] if fault and fault[0] == step else None
+            if own and own[0].startswith("gradient/"):
+                gradients = changed({"gradient": gradients}, *own)["gradient"]
             state = applied(state, gradients)
-            if fault and fault[0] == step:
-                state = changed(state, *fault[1:])
+            if own and not own[0].startswith("gradient/"):
+                state = changed(state, *own)
             states[step] = jax.tree.map(np.array, state)
             if step in deferred:
                 assert handler.record_step(state, step)
                 continue
-            metrics = None if options else {"loss": 1 / (step + 1)}
-            manager.save(step, args=adacheck.SaveArgs(state), metrics=metrics)
+            args = adacheck.SaveArgs(state)
+            manager.save(step, args=args, metrics={"loss": 1 / (step + 1)})
             manager.wait_until_finished()
-            after(step)
     return states
 
 

@@ -12,12 +12,9 @@ from typing import Any
 import pytest
 
 import adacheck_jax as adacheck
-from adacheck_jax.errors import StepDeletedError
 from adacheck_jax.store.steps import deletion
-from adacheck_jax.store.steps.roots import steps_of
 from adacheck_jax.store.storage.posix import Posix
-from adacheck_jax.tools import audit, recompute, restorable, verification
-from adacheck_jax.tools.handover import copy_steps, copying
+from adacheck_jax.tools import audit, recompute, verification
 from adacheck_jax.tools.history.log import log
 from adacheck_jax.tools.history.walk import Walk
 from tests import support
@@ -33,11 +30,8 @@ STEP = 3
 def saved(tmp_path_factory) -> Path:
     """A root with the steps base 1, deltas 2 and 3, base 4, and delta 5."""
     root = tmp_path_factory.mktemp("saved") / "root"
-    run = support.dict_run(support.mesh_of((1, 1)))
-    handler = adacheck.AdaCheckHandler(run.recorder, max_deltas=2)
-    with support.manager_of(root, handler) as manager:
-        support.save_steps(manager, run, 5)
-    assert [len(step.lineage.deltas) for step in steps_of(root)] == [0, 1, 2, 0, 1]
+    support.saved_run(root, 5, (1, 1), max_deltas=2)
+    assert support.kinds_of(root) == "BDDBD"
     return root
 
 
@@ -139,16 +133,6 @@ def test_a_step_is_not_damaged_because_another_was_deleted(
     assert report.deleted == (1,)
 
 
-def test_the_only_step_to_verify_is_an_error(tmp_path, monkeypatch, saved):
-    root = linked(saved, tmp_path / "root")
-    reading = verification.volume_reader.fingerprint_of_array
-    monkeypatch.setattr(
-        verification.volume_reader, "fingerprint_of_array", deleting(reading, root / "1")
-    )
-    with pytest.raises(StepDeletedError, match="root/1/default: expected a step to read"):
-        audit.verify_root(root, 1, read_data=True)
-
-
 @pytest.mark.parametrize(("gone", "missing"), [(1, ()), (2, ()), (3, (3,)), (4, ()), (5, (5,))])
 def test_a_log_has_every_step_that_something_holds(tmp_path, saved, gone, missing):
     root = linked(saved, tmp_path / "root")
@@ -165,23 +149,9 @@ def test_a_log_has_every_step_that_something_holds(tmp_path, saved, gone, missin
     assert (found.deleted, found.recorded_count) == (missing, 5)
 
 
-def test_other_steps_are_copied(tmp_path, saved):
-    root, copy = linked(saved, tmp_path / "root"), tmp_path / "copy"
-    with pytest.MonkeyPatch.context() as patch:
-        Deletion(patch, root / str(STEP), looks_of("cp", saved, tmp_path) // 2)
-        report = copying.copy(root, copy)
-    found = {int(row.name): row.result for row in report.steps}
-    own = found.pop(STEP)  # threads copy: all of it may have been read by then
-    assert found == dict.fromkeys((1, 2, 4, 5), copy_steps.COPIED)
-    assert own in (copy_steps.DELETED, copy_steps.COPIED)
-    there = sorted([*found, *([STEP] if own == copy_steps.COPIED else [])])
-    whole = audit.verify_root(copy, read_data=True, replay=True)
-    assert [(each.step, each.damage) for each in whole.steps] == [(n, ()) for n in there]
-
-
 def test_the_newest_restorable_step_is_not_one_that_goes(tmp_path, monkeypatch, caplog, saved):
     root = linked(saved, tmp_path / "root")
-    check = restorable.check
-    monkeypatch.setattr(restorable, "check", deleting(check, root / "5"))
+    check = verification.check
+    monkeypatch.setattr(verification, "check", deleting(check, root / "5"))
     assert adacheck.latest_restorable(root) == 4
     assert not [x for x in caplog.records if x.name.startswith("adacheck_jax")]

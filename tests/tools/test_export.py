@@ -27,13 +27,13 @@ import adacheck_jax as adacheck
 from adacheck_jax.cli.main import app
 from adacheck_jax.device import trees
 from adacheck_jax.errors import MismatchError, StorageError
+from adacheck_jax.publish import Publisher
 from adacheck_jax.store.steps import identity
 from adacheck_jax.store.storage.location import at
 from adacheck_jax.tools.handover import export as exports
 from adacheck_jax.tools.handover import formats, sources
 from adacheck_jax.tools.handover.formats import Format
 from tests import support
-from tests.end_to_end.test_compaction import item
 from tests.support import manager_of, mesh_of
 
 FORMATS = [*Format]
@@ -226,26 +226,21 @@ def test_a_large_export_is_cut_into_shards_with_an_index(
     assert index["metadata"] == {"total_size": total}
 
 
-def test_types_that_a_format_does_not_hold_are_named_before_anything_is_written(tmp_path):
+def test_what_a_format_does_not_hold_is_named_before_anything_is_written(tmp_path):
     state = mixed_state()
     state["params"]["nibbles"] = jnp.arange(5, dtype=jnp.int4)
     saved_bits(tmp_path / "run", state)
-    done = run("export", tmp_path / "run", 1, tmp_path / "x")
-    assert done.exit_code == 1
-    assert "params/nibbles (int4)" in done.stderr
-    assert "params/small (float8_e4m3fn)" in done.stderr
-    assert "params/half" not in done.stderr
-    assert "params/w" not in done.stderr
-    assert [path.name for path in tmp_path.iterdir()] == ["run"]
-
-
-def test_leaves_of_one_name_are_refused(tmp_path):
-    saved_bits(
-        tmp_path / "run", {"params": {"b": jnp.ones(2), "a.c": np.ones(1)}, "params.b": np.ones(0)}
-    )
-    done = run("export", tmp_path / "run", 1, tmp_path / "x", "--all")
-    assert done.exit_code == 1
-    assert "found params.b for several" in done.stderr
+    doubled = {"params": {"b": jnp.ones(2), "a.c": np.ones(1)}, "params.b": np.ones(0)}
+    saved_bits(tmp_path / "doubled", doubled)
+    for name, told in (
+        ("run", ("params/nibbles (int4)", "params/small (float8_e4m3fn)")),
+        ("doubled", ("found params.b for several",)),
+    ):
+        done = run("export", tmp_path / name, 1, tmp_path / "x", "--all")
+        assert done.exit_code == 1
+        assert all(each in done.stderr for each in told)
+        assert not any(f"params/{each}" in done.stderr for each in ("half", "w"))
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["doubled", "run"]
 
 
 HELD = """
@@ -279,19 +274,11 @@ def exporting(*words):
 
 
 @pytest.mark.slow
-def test_what_a_killed_export_left_goes_with_the_next_one(recorded, tmp_path):
+def test_exports_to_one_place_take_turns_and_clear_what_a_killed_one_left(recorded, tmp_path):
     words = (recorded[0], 1, tmp_path / "x")
     with exporting(*words) as process:
         process.kill()
     assert any((tmp_path / ".x.adacheck-export").rglob("*"))
-    done = run("export", *words)
-    assert done.exit_code == 0, done.stderr
-    assert [path.name for path in tmp_path.iterdir()] == ["x"]
-
-
-@pytest.mark.slow
-def test_an_export_that_goes_on_is_waited_for_and_left_alone(recorded, tmp_path):
-    words = (recorded[0], 1, tmp_path / "x")
     with exporting(*words) as process:
         with open(tmp_path / ".x.adacheck-export-lock") as lock, pytest.raises(BlockingIOError):
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -325,7 +312,7 @@ def test_without_safetensors_it_is_said_what_to_install(recorded, tmp_path, monk
 @pytest.mark.parametrize("kind", FORMATS)
 def test_a_damaged_base_is_an_error_and_leaves_nothing(tmp_path, kind):
     saved_bits(tmp_path / "run", {"params": {"w": np.arange(4096.0)}, "x": np.ones(3000)})
-    volumes = item(tmp_path / "run", 1) / "adacheck/base"
+    volumes = tmp_path / "run/1/default/adacheck/base"
     for path in volumes.rglob("*"):
         if path.is_file() and path.parent.name == "d":
             path.write_bytes(support.with_flipped_data(path.read_bytes()))
@@ -389,3 +376,51 @@ def test_params_are_what_the_update_trains(tmp_path):
         manager.save(1, args=adacheck.SaveArgs(state))
     exports.export(at(tmp_path / "run"), 1, str(tmp_path / "x"))
     assert [*found_in(tmp_path / "x")] == ["model.w"]
+
+
+@pytest.fixture
+def published(tmp_path):
+    """Versions 5 to 9; in each one element of the kernel changes; bases at 5 and 8."""
+    kernel = np.zeros((10, 300), np.float32)
+    with Publisher(tmp_path / "weights", base_every=3) as publisher:
+        for version in range(5, 10):
+            kernel[version, 1] = version
+            params = {"layer": {"kernel": jnp.asarray(kernel, jnp.bfloat16)}, "bias": jnp.ones(2)}
+            publisher.publish(params, version=version)
+    return tmp_path / "weights"
+
+
+@pytest.mark.parametrize("version", [5, 7, 8])
+def test_a_published_version_is_read_by_the_safetensors_library(version, published, tmp_path):
+    done = run("export", published, version, tmp_path / "out", "--json")
+    assert done.exit_code == 0, done.output
+    assert json.loads(done.output)["leaf_count"] == 2
+    kernel = np.zeros((10, 3), jnp.bfloat16)
+    kernel[5 : version + 1, 1] = range(5, version + 1)
+    expected = {"layer.kernel": kernel, "bias": np.ones(2, np.float32)}
+    same_bits(found_in(tmp_path / "out"), expected)
+
+
+def test_the_newest_version_is_read_by_orbax(published, tmp_path):
+    path = tmp_path / "out"
+    done = run("export", published, "latest", path, "--format", "orbax", "--json")
+    assert done.exit_code == 0, done.output
+    kernel = exports.plain.ocp.StandardCheckpointer().restore(path)["layer"]["kernel"]
+    assert np.asarray(kernel, np.float32)[5:, 1].tolist() == [*range(5, 10)]
+    report = json.loads(done.output)
+    assert (report["step"], report["format"]) == (9, "orbax")
+
+
+def test_what_cannot_be_exported_of_published_weights_is_told_in_one_line(published, tmp_path):
+    for version, target, code, text in (
+        (4, tmp_path / "a", 1, "expected version 4, found versions 5 to 9"),
+        (5, published, 2, "expected nothing there"),
+    ):
+        done = run("export", published, version, target)
+        assert done.exit_code == code, done.output
+        assert text in " ".join(done.output.split())
+    for path in (published / "deltas").iterdir():
+        path.write_bytes(path.read_bytes()[:-1] + b"!")
+    assert run("export", published, 9, tmp_path / "a").exit_code == 1
+    assert not (tmp_path / "a").exists()
+    assert run("export", published, 5, tmp_path / "a").exit_code == 0

@@ -28,32 +28,16 @@ NAMES = ("a", "b", "c")
 
 
 @st.composite
-def specs(draw, mesh_shape, rank):
-    """Any PartitionSpec: names alone, several in any order, None, the empty tuple, none at all."""
-    names = draw(st.permutations(NAMES[: len(mesh_shape)]))
-    dealt = [[] for _ in range(rank)]
-    for name in names:
-        draw(st.sampled_from([*dealt, []])).append(name)
-    entries = []
-    for each in dealt:
-        plain = each[0] if len(each) == 1 and draw(st.booleans()) else tuple(each)
-        entries.append(plain or draw(st.sampled_from([None, ()])))
-    while entries and not entries[-1] and draw(st.booleans()):
-        entries.pop()
-    return P(*entries)
-
-
-@st.composite
 def placements(draw, mesh_shape):
-    """A PartitionSpec and a shape that it can cut, empty axes among them."""
+    """A PartitionSpec, its names in any order, and a shape that it cuts, empty axes among them."""
     rank = draw(st.integers(0, 3))
-    spec = draw(specs(mesh_shape, rank))
     sizes = dict(zip(NAMES, mesh_shape, strict=False))
-    shape = []
-    for entry in (*spec, *(None,) * (rank - len(spec))):
-        names = entry if isinstance(entry, tuple) else (entry,) if entry else ()
-        shape.append(math.prod(sizes[name] for name in names) * draw(st.integers(0, 3)))
-    return spec, tuple(shape)
+    dealt = [[] for _ in range(rank)]
+    for name in draw(st.permutations([*sizes])):
+        draw(st.sampled_from([*dealt, []])).append(name)
+    entries = [names[0] if len(names) == 1 else tuple(names) or None for names in dealt]
+    shape = [math.prod(sizes[n] for n in names) * draw(st.integers(0, 3)) for names in dealt]
+    return P(*entries), tuple(shape)
 
 
 def spec_of(shape, dtype, mesh, *spec):
@@ -88,24 +72,6 @@ def momentum_state(shape=(6, 4), dtype=None):
     }, recorder
 
 
-def test_data_parallel_training_with_14_bytes_a_parameter():
-    """The motivating sum: 128 devices with 14 bytes a parameter, of which a delta needs 2."""
-    mesh, count = AbstractMesh((128,), ("data",)), 1_000_000
-    params = {"w": jax.ShapeDtypeStruct((count,), BFLOAT16)}
-    record = {"adacheck_record": params, "adacheck_count": jax.ShapeDtypeStruct((), jnp.int32)}
-    wide = jax.ShapeDtypeStruct((count,), jnp.float32)
-    inner = {"master": wide, "mu": wide, "nu": wide}
-    state = {"params": params, "opt": {**record, "adacheck_inner": inner}}
-    report = redundancy_report(on_mesh(state, mesh))
-    assert (report.device_count, report.process_count, report.leaf_count) == (128, 16, 6)
-    assert report.held_bytes == 128 * 14 * count
-    assert report.state_bytes == 14 * count
-    assert report.base_bytes == 16 * count + 4
-    assert report.record_bytes == 2 * count
-    assert report.held_bytes / report.record_bytes == 128 * 14 / 2 == 896
-    assert report.delta_bytes == 2 * count + 4
-
-
 def test_a_small_example_by_hand():
     """4 devices, 2 a process. A matrix of 24 in quarters; a bias of 4 and 2 counters everywhere."""
     state, recorder = momentum_state((8, 3), dtype=BFLOAT16)
@@ -128,21 +94,13 @@ def test_a_small_example_by_hand():
     assert report.disk_bytes == 2 * 288 + 3 * 64
 
 
-@pytest.mark.parametrize("make", [support.dict_run, support.linen_run, support.nnx_run])
-def test_the_names_of_its_fields_tell_as_much_as_the_recorder_itself(make):
-    run = make(support.mesh_of((4, 2)))
-    report = redundancy_report(run.state, run.recorder)
-    assert report == redundancy_report(run.state)
-    assert report == redundancy_report(support.abstract(run.state))
-    assert report.delta_bytes == report.record_bytes + report.other_bytes
-    assert report.state_bytes == report.computed_bytes + report.other_bytes - 4  # the count
-
-
 @pytest.mark.first(1)
-@pytest.mark.parametrize("make", [support.dict_run, support.nnx_run])
+@pytest.mark.parametrize("make", [support.dict_run, support.linen_run, support.nnx_run])
 def test_a_real_base_and_delta_store_the_leaves_that_were_foreseen(make, tmp_path):
     run = make(support.mesh_of((4, 2)))
     report = redundancy_report(support.abstract(run.state), run.recorder)
+    assert report == redundancy_report(run.state), "fields of the state tell of the Recorder too"
+    assert report.state_bytes == report.computed_bytes + report.other_bytes - 4  # the count
     with support.manager_of(tmp_path, adacheck.AdaCheckHandler(run.recorder)) as manager:
         support.save_steps(manager, run, 3)
     base = manifest_file.read(tmp_path / "1" / "default")
@@ -155,9 +113,8 @@ def test_a_real_base_and_delta_store_the_leaves_that_were_foreseen(make, tmp_pat
 
     assert stored_bytes(range(len(base.leaves))) == report.base_bytes
     # of an nnx state some leaves that no update computes did not change, and so are not stored
-    assert report.record_bytes <= stored_bytes(delta.stored) <= report.delta_bytes
-    if make is support.dict_run:
-        assert stored_bytes(delta.stored) == report.delta_bytes
+    least_bytes = report.record_bytes if make is support.nnx_run else report.delta_bytes
+    assert least_bytes <= stored_bytes(delta.stored) <= report.delta_bytes
 
 
 @given(st.sampled_from([(8,), (4, 2), (2, 1, 3)]), st.data())
@@ -198,7 +155,6 @@ MANY = AbstractMesh((512, 8), ("x", "y"))
 @pytest.mark.parametrize(
     ("state", "state_bytes", "held_bytes", "processes"),
     [
-        ({"w": spec_of((32,), jnp.float32, X16, "x")}, 128, 128, 2),
         ({"none": spec_of((0, 8), jnp.float32, X16)}, 0, 0, 2),
         ({"w": spec_of((16,), jnp.int8, X16), "step": 7, "x": np.zeros(3)}, 48, None, 2),
         ({"k": key_spec(16, "threefry2x32", X16, "x")}, 128, 128, 2),
@@ -206,9 +162,7 @@ MANY = AbstractMesh((512, 8), ("x", "y"))
         ({"k": jax.random.split(jax.random.key(0), 3)}, 24, 24, 1),
         ({"w": jax.ShapeDtypeStruct((5,), jnp.float32)}, 20, 20, 1),
         ({"w": spec_of((4096, 64), BFLOAT16, MANY, ("y", "x"))}, 2**19, 2**19, 512),
-        ({"w": spec_of((4096, 64), BFLOAT16, MANY, "x", "y")}, 2**19, 2**19, 512),
         ({"w": spec_of((4096, 64), BFLOAT16, MANY, "y")}, 2**19, 2**28, 512),
-        ({"w": spec_of((4096, 64), BFLOAT16, MANY)}, 2**19, 2**31, 512),
     ],
     ids=str,
 )
@@ -242,27 +196,14 @@ def test_scalars_need_no_sharding_since_jax_gives_them_none():
         ({}, "expected a state with arrays in it, found dict"),
         (None, "expected a state with arrays in it, found NoneType"),
         ({"a": "text"}, "leaf a: expected an array .* found str"),
-        ({"a": {"b": object()}}, "leaf a/b: expected an array .* found object"),
         ({"a": np.array(["x"])}, "leaf a: expected an array .* found <U1"),
+        ({"a": {"b": object()}, "c": jnp.int8}, "leaf a/b: expected an array .* found object"),
         (
-            {"a": spec_of((8,), jnp.float32, AbstractMesh((4,), ("x",)), "x"), "b": jnp.int8},
-            "leaf b: expected an array",
-        ),
-        (
-            {
-                "a": spec_of((8,), jnp.float32, AbstractMesh((4,), ("x",)), "x"),
-                "b": jax.ShapeDtypeStruct((8,), jnp.float32),
-            },
+            {"a": spec_of((16,), jnp.float32, X16), "b": jax.ShapeDtypeStruct((8,), jnp.float32)},
             "leaf b: expected a sharding, as other leaves have one; 1 of 2 leaves have none",
         ),
-        (
-            {"a": spec_of((7,), jnp.float32, AbstractMesh((4,), ("x",)), "x")},
-            r"leaf a: expected a sharding that fits its shape \(7,\)",
-        ),
-        (
-            {"a": too_many_axes()},
-            r"leaf a: expected a sharding that fits its shape \(8,\)",
-        ),
+        ({"a": spec_of((7,), jnp.float32, X16, "x")}, r"a: expected a sharding .* shape \(7,\)"),
+        ({"a": too_many_axes()}, r"leaf a: expected a sharding that fits its shape \(8,\)"),
         (
             {"a": spec_of((8,), jnp.float32, LEFT_TO_THE_COMPILER, P.UNCONSTRAINED)},
             "leaves it to the compiler",
@@ -272,12 +213,6 @@ def test_scalars_need_no_sharding_since_jax_gives_them_none():
 def test_what_cannot_be_counted_is_named(state, message):
     with pytest.raises(FormatError, match=message):
         redundancy_report(state)
-
-
-def test_a_recorder_that_is_not_in_the_state_is_an_error():
-    state, recorder = momentum_state()
-    with pytest.raises(RecorderError, match="holds no Recorder's state"):
-        redundancy_report(state["params"], recorder)
 
 
 def test_two_trees_that_may_be_the_params_have_to_be_told_apart():

@@ -26,12 +26,8 @@ to = "model/{all...}"
 @pytest.fixture(scope="module")
 def saved(tmp_path_factory):
     root = tmp_path_factory.mktemp("root")
-    run = support.dict_run(support.mesh_of((1, 1)))
-    with support.manager_of(root, adacheck.AdaCheckHandler(run.recorder)) as manager:
-        support.save_steps(manager, run, 3)
-        manager.wait_until_finished()
-        states = {n: manager.restore(n, args=adacheck.RestoreArgs()) for n in manager.all_steps()}
-    return root, states
+    support.saved_run(root, 3, (1, 1))
+    return root, {step: support.restored(root, step) for step in (1, 2, 3)}
 
 
 @pytest.fixture

@@ -19,11 +19,11 @@ from adacheck_jax.device import trees
 from adacheck_jax.errors import IntegrityError
 from adacheck_jax.format.byte_loops import fingerprint_of
 from adacheck_jax.publish.root import VERSIONS
-from adacheck_jax.store.storage.location import AnyPath, Location, at, located
+from adacheck_jax.store.storage.location import AnyPath, at, located
 from adacheck_jax.tools.handover import formats, sources
 from adacheck_jax.tools.handover.formats import ExportedLeaf, Format
 from adacheck_jax.tools.handover.sources import Source
-from adacheck_jax.tools.steps import InputError
+from adacheck_jax.tools.steps import InputError, refuse_inside
 
 
 @dataclass(frozen=True, slots=True)
@@ -174,7 +174,7 @@ def _files_of(made: Path) -> dict[str, int]:
     return {each.below(at(made)): each.stat().size_bytes for each in files}
 
 
-def free_place(text: str, root: AnyPath | None) -> Path:
+def free_place(text: str, root: AnyPath) -> Path:
     """The destination that a user names, if something can be written there.
 
     Raises:
@@ -189,13 +189,7 @@ def free_place(text: str, root: AnyPath | None) -> Path:
         raise InputError(f"{path}: expected nothing there, found something. Give another path.")
     if not path.parent.is_dir():
         raise InputError(f"{path.parent}: expected a directory, found none. Make it first.")
-    if root is not None and not isinstance(root, Location):
-        place, top = path.parent.resolve() / path.name, root.resolve()
-        if place == top or top in place.parents:
-            raise InputError(
-                f"{path}: expected a place outside of the checkpoint root {root}, where a manager "
-                "would take it for a step, found one in it. Give another path."
-            )
+    refuse_inside(path, root)
     return path
 
 
