@@ -395,7 +395,7 @@ def test_a_published_version_is_read_by_the_safetensors_library(version, publish
     done = run("export", published, version, tmp_path / "out", "--json")
     assert done.exit_code == 0, done.output
     assert json.loads(done.output)["leaf_count"] == 2
-    kernel = np.zeros((10, 3), jnp.bfloat16)
+    kernel = np.zeros((10, 300), jnp.bfloat16)
     kernel[5 : version + 1, 1] = range(5, version + 1)
     expected = {"layer.kernel": kernel, "bias": np.ones(2, np.float32)}
     same_bits(found_in(tmp_path / "out"), expected)
