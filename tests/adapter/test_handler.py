@@ -17,7 +17,8 @@ import pytest
 from jax.sharding import AxisType
 
 import adacheck_jax as adacheck
-from adacheck_jax.store.steps import lookup, manifest_file
+from adacheck_jax.format.manifest import DeltaManifest
+from adacheck_jax.store.steps import lookup, manifest_file, roots
 from tests import support
 from tests.support import (
     abstract,
@@ -161,6 +162,73 @@ class TestDecisions:
         assert f"{root}: expected the steps of this run, found none; step 2 was the last" in told
         for step, expected in saved.items():
             assert_same_bits(restored(root, step, run.state), expected)
+
+    def test_what_changes_without_an_update_is_stored_and_no_record(self, tmp_path):
+        run = support.dict_run(mesh_of((4, 2)))
+        with manager_of(tmp_path, adacheck.AdaCheckHandler(run.recorder)) as manager:
+            saved = save_steps(manager, run, 2)
+            state = {**run.state, "step": run.state["step"] + 100}
+            saved |= save(manager, 7, state)
+            params = {**run.state["params"], "scale": run.state["params"]["scale"] * 2}
+            saved |= save(manager, 8, {**state, "params": params})
+        assert_steps(tmp_path, saved, run.state)
+        paths = [leaf.path for leaf in manifest_file.read(tmp_path / "1" / "default").leaves]
+        for step, path in ((7, "step"), (8, "params/scale")):
+            delta = manifest_file.read(tmp_path / str(step) / "default")
+            assert isinstance(delta, DeltaManifest)
+            assert not delta.has_update
+            assert [paths[i] for i in delta.stored] == [path]
+        assert "params/scale" in delta.caution.reason
+
+    @pytest.mark.slow
+    def test_another_update_program_makes_a_base(self, tmp_path):
+        saved = {}
+        for rate in (1e-2, 2e-2):
+            run = support.dict_run(mesh_of((4, 2)), optax.adamw(rate))
+            with manager_of(tmp_path, adacheck.AdaCheckHandler(run.recorder)) as manager:
+                if saved:
+                    args = adacheck.RestoreArgs(abstract(run.state))
+                    run.state, run.count = manager.restore(2, args=args), 2
+                saved |= save_steps(manager, run, 2)
+        assert kinds_of(tmp_path) == "BDBD"
+        assert_steps(tmp_path, saved, run.state)
+
+    def test_looking_at_an_older_step_goes_on_and_going_back_begins_anew(self, tmp_path):
+        run = support.dict_run(mesh_of((2, 2)))
+        with manager_of(tmp_path, adacheck.AdaCheckHandler(run.recorder)) as manager:
+            saved = save_steps(manager, run, 4)
+            args = adacheck.RestoreArgs(abstract(run.state))
+            older = manager.restore(2, args=args)
+            assert_same_bits(older, saved[2])
+            saved |= save_steps(manager, run, 1)
+            manager.restore(2, args=args)
+            run.state, run.count = older, 10
+            saved |= save_steps(manager, run, 2)
+        assert kinds_of(tmp_path) == "BDDDDBD"  # the shadow cannot go back
+        assert_steps(tmp_path, saved, run.state)
+
+    def test_a_delta_needs_none_of_the_steps_before_it(self, tmp_path):
+        run = support.dict_run(mesh_of((2, 2)))
+        with manager_of(tmp_path, adacheck.AdaCheckHandler(run.recorder)) as manager:
+            saved = save_steps(manager, run, 2)
+            manager.save(3, args=adacheck.SaveArgs(run.advance()))
+            manager.delete(1)
+            saved = {3: host_copy(run.state)}
+            manager.wait_until_finished()
+            shutil.rmtree(tmp_path / "2")
+        assert_steps(tmp_path, saved, run.state)
+
+    def test_another_run_beside_this_one_is_no_parent(self, tmp_path):
+        run = support.dict_run(mesh_of((2, 2)))
+        with ocp.AsyncCheckpointer(adacheck.AdaCheckHandler(run.recorder)) as checkpointer:
+            for name in ("run_1/step_0", "run_2/step_1", "run_2/step_2"):
+                checkpointer.save(tmp_path / name, args=adacheck.SaveArgs(run.advance()))
+                checkpointer.wait_until_finished()
+            target = adacheck.RestoreArgs(abstract(run.state))
+            found = checkpointer.restore(tmp_path / "run_2/step_2", args=target)
+        assert [s.step for s in roots.steps_of(tmp_path / "run_2")] == [1, 2]
+        assert kinds_of(tmp_path / "run_2") == "BD"
+        assert_same_bits(found, host_copy(run.state))
 
 
 def test_casts_at_a_save(tmp_path):

@@ -326,3 +326,9 @@ def test_managers_of_two_roots_have_barriers_of_their_own(tmp_path):
 
     assert prefix("a") == prefix("a") != prefix("b")
     assert prefix("a", barrier_sync_key_prefix="mine") == "mine"
+
+
+def test_an_option_that_nobody_knows_is_named(tmp_path, run):
+    options: Any = {"max_delta": 3}
+    with pytest.raises(TypeError, match=r"checkpoint_manager: .*\['max_delta'\].* max_deltas,"):
+        adacheck.checkpoint_manager(tmp_path, run.recorder, **options)

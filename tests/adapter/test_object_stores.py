@@ -21,6 +21,7 @@ from adacheck_jax.tools import repair as of_repair
 from tests.support import (
     abstract,
     assert_same_bits,
+    batch,
     dict_run,
     host_copy,
     kinds_of,
@@ -315,3 +316,44 @@ def test_repair_removes_what_a_deletion_left_wherever_it_stopped(root):
             left = [each.below(top) for each in top.list()]
             good = [each.error is None for each in roots.steps_of(top)]
             assert good == [True] or left == ["2024/notes.txt"], (gone, left)
+
+
+@pytest.mark.slow
+@pytest.mark.first(1)
+def test_a_policy_that_the_manager_does_not_know_keeps_nothing(root, caplog):
+    run = dict_run(mesh_of((1, 1)))
+    handler = adacheck.AdaCheckHandler(run.recorder, keep_lineage=kept())
+    with stock_manager(root, handler, max_to_keep=2) as manager:
+        saved = save_steps(manager, run, 5)
+        args = adacheck.RestoreArgs(abstract(run.state))
+        for step in manager.all_steps():
+            assert_same_bits(manager.restore(step, args=args), saved[step])
+    assert kinds_of(root) == "BB"
+    assert "give both the same keep = adacheck.KeepLineage" in caplog.text
+
+
+@pytest.mark.slow
+def test_of_two_jobs_that_save_a_step_one_is_told(root):
+    first, second = dict_run(mesh_of((1, 1))), dict_run(mesh_of((1, 1)))
+    with manager_of(root, first) as one:
+        saved = save_steps(one, first, 2)
+        with manager_of(root, second) as two:
+            args = adacheck.RestoreArgs(abstract(first.state))
+            second.state = two.restore(2, args=args)
+            # The first job lingers: it has begun a step, which the second one saves meanwhile.
+            with pytest.MonkeyPatch.context() as patch:
+                commit = manifest_file.write
+
+                def late(*args):
+                    patch.undo()
+                    second.state = second.train_step(second.state, batch(99))
+                    saved[3] = host_copy(second.state)
+                    two.save(3, args=adacheck.SaveArgs(second.state))
+                    two.wait_until_finished()
+                    return commit(*args)
+
+                patch.setattr(manifest_file, "write", late)
+                with pytest.raises(StorageError, match="expected one writer"):
+                    save_steps(one, first, 1)
+    with manager_of(root, first) as manager:
+        assert_same_bits(manager.restore(3, args=args), saved[3])
