@@ -5,8 +5,10 @@ a committed delta can become a base in the background, the loop does not write o
 has twice that length. All other reasons for a base, such as another tree or a counter that skipped,
 are in :mod:`~adacheck_jax.plan.decision`: no delta is possible there.
 
-The numbers come from ``Planner`` (``save/line/planner.py``). All processes must have the same ones:
-they count from the base that all were told of, and not from the newest that one finds on the disk.
+The numbers come from ``Situation.length`` (``plan/situation.py``), which has them from
+``Planner._facts`` and ``_situation`` (``save/line/planner.py``; ``base_depth`` there is not 0 if
+the base was made in the background). All processes must have the same ones: they count from the
+base that all were told of, and not from the newest that one finds on the disk.
 """
 
 from __future__ import annotations

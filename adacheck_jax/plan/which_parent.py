@@ -1,9 +1,10 @@
 """Which step the next delta follows: a pure function of the update counters.
 
-Candidates are the step restored last and the step saved last, those of them that are on the disk
-(:class:`adacheck_jax.save.line.parents.Line` knows and looks at them). A run that has looked at an
-older step goes on from the one saved last; a run that has gone back goes on from the restored one:
-the counters tell them apart.
+``Planner.plan_save`` asks where it has a choice: a speculative plan takes the only candidate, and
+deferred steps keep the step that they follow. Candidates are the step restored last and the step
+saved last, those of them that are on the disk (:class:`adacheck_jax.save.line.parents.Line` knows
+and looks at them). A run that has looked at an older step goes on from the one saved last; a run
+that has gone back goes on from the restored one: the counters tell them apart.
 """
 
 from __future__ import annotations

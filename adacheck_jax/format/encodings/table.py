@@ -2,8 +2,10 @@
 
 To add one: a module of this room (a model is :mod:`~adacheck_jax.format.encodings.codes`), its
 entry in :data:`ENCODINGS`, the rule of :mod:`~adacheck_jax.format.encodings.choice`, and its letter
-in :class:`~adacheck_jax.format.manifest.Encoding`, with a new ``FORMAT_VERSION``: an older release
-does not know it. Layout, writing and reading ask the table.
+in :class:`~adacheck_jax.format.manifest.Encoding`, with a new ``FORMAT_VERSION`` and its upgrade
+(:mod:`~adacheck_jax.format.manifest_json`): an older release does not know it. Layout, writing and
+reading ask the table. Tests that know letters: ``_pack`` in ``tests/restore/test_patches.py``, and
+``tests/fuzz/manifest.py``.
 """
 
 from __future__ import annotations
@@ -41,7 +43,8 @@ class BlockEncoding(ABC):
         needs_old: True if the parent step's elements are needed, to encode and to decode.
         is_viewed: True if the stored bytes are the elements, which a reader need not copy.
         has_own_size: True if its length depends on the elements: the manifest has it, and a reader
-            of some rows needs all of it.
+            of some rows needs all of it. Then ``choice`` makes a :class:`~codes.Code`, which the
+            writer copies without :meth:`encode`, and no old elements can be needed.
     """
 
     needs_old = False

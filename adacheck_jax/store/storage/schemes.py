@@ -1,9 +1,11 @@
 """Object stores by the scheme of their URLs: one table of all in which they differ here.
 
-To add one that tensorstore has a driver for: an entry, an extra in ``pyproject.toml`` with its
-client, and a server in ``tests/object_stores.py``, for the tests that all stores pass. Another one
-(Azure's, up to tensorstore 0.1.86) takes more than an entry: packs and bases are databases, which
-tensorstore opens by :meth:`~adacheck_jax.store.storage.location.Location.spec`.
+To add one: an entry, an extra in ``pyproject.toml`` with its client, a server in
+``tests/object_stores.py`` with a fixture in ``tests/conftest.py``, and a class in
+``tests/store/test_storage.py``, for the tests that all stores pass. Tensorstore must have a driver
+with buckets, retries and conditional writes (:mod:`~adacheck_jax.store.storage.kvstore`), since it
+opens packs and bases by :meth:`~adacheck_jax.store.storage.location.Location.spec`; and Orbax's
+``epath`` must know the scheme. Up to tensorstore 0.1.86 and etils 1.15 that leaves none to add.
 """
 
 from __future__ import annotations
