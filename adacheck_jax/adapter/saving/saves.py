@@ -137,10 +137,8 @@ class Saves:
         begun = self._taken(final, place, args)
         self._meet(begun, _PREPARED)
         if not begun.save.is_base:
-            begun.returned_s, begun.together = (
-                time.monotonic(),
-                ALONE,
-            )  # nothing is left that may fail
+            begun.together = ALONE  # nothing is left that may fail
+            begun.returned_s = time.monotonic()
             begun.stored.state = None  # which may be donated
         return begun
 
