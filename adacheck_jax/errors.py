@@ -170,6 +170,15 @@ def unreadable(where: object, error: BaseException) -> StorageError | None:
     )
 
 
+_READ_NOTHING = re.compile(
+    r"(Not enough data: expected at least (\d+) or \2 more"
+    r"|Input size of 0 is less than digest size of \d+"
+    r"|Truncated Zstd-compressed stream); at (uncompressed )?byte 0\b"
+)
+"""Errors of tensorstore's codecs that are given no byte at all. A database whose file of values is
+gone reads that from it, where one that is cut off says which range it lacks."""
+
+
 def tells_of_absence(error: BaseException) -> bool:
     """True if an error goes back to a file that is not there.
 
@@ -184,6 +193,7 @@ def tells_of_absence(error: BaseException) -> bool:
     is_missing |= system is not None and system.errno == errno.ESTALE
     # Of a description in a file that is just going tensorstore reads nothing, which is no JSON.
     is_missing |= any(each in str(cause) for each in ("NOT_FOUND: ", "Invalid JSON"))
+    is_missing |= _READ_NOTHING.search(str(cause)) is not None
     return is_missing or tells_of_absence(cause)
 
 

@@ -1,11 +1,14 @@
 """Whatever compression is chosen, steps have their bits, and take the bytes that it promises."""
 
+import os
+
 import jax.numpy as jnp
 import numpy as np
 import orbax.checkpoint as ocp
 import pytest
 
 import adacheck_jax as adacheck
+from adacheck_jax.errors import IntegrityError, tells_of_absence
 from adacheck_jax.format.boxes import Box
 from adacheck_jax.format.manifest import Encoding
 from adacheck_jax.store import volume_reader, volumes, zarr
@@ -100,3 +103,25 @@ def test_equal_chunks_in_different_codecs_are_both_written(tmp_path):
     for part in parts:
         ((_, found),) = volume_reader.pieces(zarr.database_in(tmp_path), part.name)
         assert np.array_equal(found, array)
+
+
+@pytest.mark.parametrize("is_gone", [True, False], ids=["gone", "cut off"])
+@pytest.mark.parametrize("codec", [None, "zstd", "lz4"])
+def test_a_file_of_values_that_is_gone_is_told_from_one_that_is_cut_off(tmp_path, codec, is_gone):
+    """Of a step that is being deleted the files go one by one; from a gone one nothing is read."""
+    values = np.random.default_rng(0).integers(0, 255, 1 << 20).astype(np.uint8)
+    metadata = zarr.metadata("uint8", values.shape, [1 << 16], zarr.chain(codec))
+    store = zarr.array_in(zarr.database_in(tmp_path / "db"), "a", metadata, create=True).result()
+    store.write(values).result()
+    assert store.read().result().tobytes() == values.tobytes()
+    for file in [x for x in tmp_path.rglob("*") if x.is_file() and x.stat().st_size > 1 << 16]:
+        if is_gone:
+            file.unlink()
+        else:
+            os.truncate(file, 1 << 15)
+    for chunk in range(16):
+        with pytest.raises(ValueError, match=r"\S") as raised:
+            store[chunk << 16 : (chunk + 1) << 16].read().result()
+        error = IntegrityError("it cannot be read")
+        error.__cause__ = raised.value
+        assert tells_of_absence(error) == is_gone, raised.value
