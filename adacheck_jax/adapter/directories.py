@@ -13,7 +13,7 @@ from pathlib import Path
 from etils import epath
 from orbax.checkpoint.future import CommitFutureAwaitingContractedSignals
 
-from adacheck_jax.errors import StorageError
+from adacheck_jax.errors import AdaCheckError, StorageError, first_line, is_refusal
 from adacheck_jax.store.steps import roots
 from adacheck_jax.store.steps.marks import STEP_METADATA, is_told_by_names
 from adacheck_jax.store.steps.roots import Place
@@ -123,6 +123,26 @@ def root_path(root: AnyPath | str) -> epath.Path:
         )
     located(at(place).resolve())
     return epath.Path(str(place))
+
+
+@contextlib.contextmanager
+def answering(root: epath.Path) -> Iterator[None]:
+    """Tells an error of a store's client as one of the store, and what to look after.
+
+    Raises:
+        StorageError: in place of it.
+    """
+    scheme = scheme_of(root)
+    try:
+        yield
+    except Exception as error:
+        if scheme is None or isinstance(error, AdaCheckError) or not is_refusal(error):
+            raise
+        raise StorageError(
+            f"{root}: expected an object store that answers, found: {first_line(error)}. Nothing "
+            "was made; look after the network, the URL and the credentials "
+            f"({scheme.credentials})."
+        ) from error
 
 
 def expect_names(root: epath.Path, step: str, items: Iterable[str]) -> None:

@@ -121,6 +121,11 @@ def _expect_items(
     beside: Mapping[str, ocp.CheckpointHandler],
 ) -> None:
     """Raises a ValueError where items have names that are taken, or that no directory can have."""
+    if not isinstance(beside, Mapping):
+        raise TypeError(
+            f"items: expected Orbax's handlers by names, found {type(beside).__name__}. Write "
+            'items={"data": ocp.JsonCheckpointHandler()}.'
+        )
     if twice := {item, "metrics"} & {*beside}:
         raise ValueError(
             f"expected items beside {item!r}, which is the state, and the metrics, found "

@@ -135,6 +135,7 @@ class Recorder(optax.GradientTransformationExtraArgs):
         derived: Mapping[str, DerivedFunction] | None = None,
     ) -> Recorder:
         _check_arguments(tx, dtype)
+        _expect_names({"extra_args": extra_args, "derived": derived})
 
         def init(params: PyTree) -> RecorderState:
             return self._init(params)
@@ -400,3 +401,12 @@ def _check_arguments(tx: Any, dtype: Any) -> None:
             f"expected dtype to be None or a floating-point type such as jnp.bfloat16, found "
             f"{dtype!r}."
         )
+
+
+def _expect_names(arguments: Mapping[str, Any]) -> None:
+    for argument, value in arguments.items():
+        if not (value is None or isinstance(value, Mapping)):
+            raise RecorderError(
+                f"{argument}: expected a dictionary by names, found {type(value).__name__}. Write "
+                f'Recorder(tx, {argument}={{"name": ...}}).'
+            )

@@ -332,3 +332,31 @@ def test_an_option_that_nobody_knows_is_named(tmp_path, run):
     options: Any = {"max_delta": 3}
     with pytest.raises(TypeError, match=r"checkpoint_manager: .*\['max_delta'\].* max_deltas,"):
         adacheck.checkpoint_manager(tmp_path, run.recorder, **options)
+
+
+def test_a_run_that_does_not_go_on_from_the_newest_step_is_told_once(tmp_path, run, caplog):
+    """What Orbax answers False to: the steps of the run before would be all there is."""
+
+    def saves(manager, *steps):
+        args = adacheck.SaveArgs(run.state)
+        return [manager.save(step, args=args) for step in steps]
+
+    def told():
+        return [x for x in caplog.messages if "is not saved: the root has step" in x]
+
+    def opened():
+        return adacheck.checkpoint_manager(tmp_path, run.recorder, max_to_keep=None)
+
+    with opened() as manager:
+        assert saves(manager, 3, 4, 5, 5, 4) == [True, True, True, False, False]
+    with opened() as manager:
+        manager.restore(5, args=adacheck.RestoreArgs(run.state))
+        assert saves(manager, 5, 6) == [False, True]
+    assert not told(), "they are saved"
+    with opened() as manager:
+        assert saves(manager, 0, 1, 7) == [False, False, True]
+    assert "step 0 is not saved: the root has step 6 already" in told()[0]
+    with opened() as manager:
+        manager.restore(4, args=adacheck.RestoreArgs(run.state))
+        assert saves(manager, 5) == [False]
+    assert [x.split(": ")[1] for x in told()] == ["step 0 is not saved", "step 5 is not saved"]

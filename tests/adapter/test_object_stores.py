@@ -357,3 +357,10 @@ def test_of_two_jobs_that_save_a_step_one_is_told(root):
                     save_steps(one, first, 1)
     with manager_of(root, first) as manager:
         assert_same_bits(manager.restore(3, args=args), saved[3])
+
+
+def test_a_store_that_refuses_is_told_with_what_to_look_after(root, store):
+    store.proxy.refuse = lambda method, path: 403
+    told = "expected an object store that answers, found: .* the credentials"
+    with pytest.raises(StorageError, match=told):
+        adacheck.checkpoint_manager(root)

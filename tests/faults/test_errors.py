@@ -481,6 +481,17 @@ class TestPlaces:
             make()
 
 
+@pytest.mark.parametrize("argument", ["derived", "extra_args"])
+def test_a_list_where_a_recorder_takes_names(argument):
+    with pytest.raises(RecorderError, match=rf"{argument}: expected a dictionary .* found list"):
+        adacheck.Recorder(optax.sgd(0.1), **{argument: ["ema"]})
+
+
+def test_a_list_where_a_manager_takes_items(tmp_path):
+    with pytest.raises(TypeError, match="items: expected Orbax's handlers by names, found list"):
+        adacheck.checkpoint_manager(tmp_path, items=["data"])
+
+
 handler, shadow = adacheck.AdaCheckHandler, adacheck.Shadow
 SURVIVING = adacheck.AdaptivePolicy(3600.0, storage_mtbf_s=86_400.0)
 

@@ -473,6 +473,7 @@ def test_recorded_steps_that_replay_gets_wrong_are_lost_once_and_said(tmp_path, 
     loop.manager.wait_until_finished()
     (message,) = told
     assert "Recorded steps that are not saved: 3" in message
+    assert message.endswith("save that step instead of recording it.")
     assert BIAS in message
     assert {1, 2, 9, 10} <= loop.states.keys()  # a few steps may pass before it is found
     assert checked(tmp_path)[-1] == ("full" if check == "auto" else check)

@@ -18,7 +18,7 @@ import jax
 import orbax.checkpoint as ocp
 from etils import epath
 
-from adacheck_jax.adapter import inputs
+from adacheck_jax.adapter import directories, inputs
 from adacheck_jax.adapter.arguments import RestoreArgs, SaveArgs, expect_args, in_item
 from adacheck_jax.adapter.away import outage, restores
 from adacheck_jax.adapter.away.ending import Ending, goes_on
@@ -85,9 +85,11 @@ class AdaCheckManager(Closing, ocp.CheckpointManager):
         self._ending = Ending(self, run.lines, together, keeps_refused=goes_on)
         parts = run, together, self._opener, self._ending
         self._sink = StorageSink(self, *parts) if goes_on else None
+        self._own, self._is_told = -1, False  # the step restored or saved here last
         if goes_on and not is_alone:
             arguments["options"] = self._ending.met(options)
-        super().__init__(root, **arguments)
+        with directories.answering(root):
+            super().__init__(root, **arguments)
         _open_managers.add(self)
         if run.has_recorder and (newest := self.latest_step()) is not None:
             self.reached_preemption(newest)  # or JAX would end a resumed run at step 1
@@ -135,21 +137,38 @@ class AdaCheckManager(Closing, ocp.CheckpointManager):
             if (sink := self._sink) is not None:
                 if not (force or self._is_due(step)):
                     check()
-                    return False
+                    return self._noted(step, is_saved=False)
                 given: Any = args
                 state = given if item is None else given.get(item)
                 is_alone = item is None or [*given] == [item]
                 is_ours = is_alone and all(each is None for each in beside)
-                return sink.save(step, state, save, check, item, is_ours=is_ours)
+                is_saved = sink.save(step, state, save, check, item, is_ours=is_ours)
+                return self._noted(step, is_saved=is_saved)
             is_called = jax.process_count() > 1 and (force or self.should_save(step))
             if is_called:
                 self._together.begin()
                 self._together.decided(dict, f"save({step})", check)
             else:
                 check()
-            return save(force=is_called or force)
+            return self._noted(step, is_saved=save(force=is_called or force))
         finally:
             saves.left.set()
+
+    def _noted(self, step: int, *, is_saved: bool) -> bool:
+        """Notes that a step is saved; or warns, once, if it is not as the root has a later one."""
+        if is_saved:
+            self._own = max(self._own, step)
+            return True
+        newest = None if self._is_told or step <= self._own else self.latest_step()
+        if newest is not None and step <= newest:
+            self._is_told = True
+            _log.warning(
+                "%s: step %d is not saved: the root has step %d already, and only later steps are "
+                "saved to it. Go on from that one (restore_newest), delete the steps from %d on "
+                "(manager.delete), or give this run a root of its own.",
+                *(self.directory, step, newest, step),
+            )
+        return False
 
     def _state_item(self, args: Any) -> str | None:
         """Name of the state's item among arguments; None if it has no name."""
@@ -221,6 +240,8 @@ class AdaCheckManager(Closing, ocp.CheckpointManager):
         self._together.meet(call, lambda: restores.described(args, item), expect_same)
         self._opener.wait()
         is_own = directory is None  # of another root the manager lists no steps
+        if is_own and (found := self.latest_step() if step is None else step) is not None:
+            self._own = found
         with restores.deletion_detected(self, step) if is_own else contextlib.nullcontext():
             try:
                 return super().restore(step, items, restore_kwargs, directory, args)

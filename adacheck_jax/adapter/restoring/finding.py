@@ -25,7 +25,7 @@ def resolve(path: AnyPath) -> Lineage:
     try:
         return lookup.resolve(path)
     except LineageError as error:
-        steps = [s.step for s in roots.steps_of(*roots.place_of(path).line) if s.error is None]
+        steps = [s.step for s in roots.steps_of(*roots.place_of_lost(path).line) if s.error is None]
         hint = ", ".join(map(str, steps[-10:])) or "none"
         raise LineageError(f"{error} Steps that can be restored: {hint}.") from error
 

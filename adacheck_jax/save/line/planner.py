@@ -364,7 +364,8 @@ class Planner:
             steps = lineages.shown_steps([each.step for each in self.line.cut(kept)])
             raise type(error)(
                 f"Recorded steps that are not saved: {steps}, and neither is this one; those "
-                f"before are kept. {error}"
+                f"before are kept. {error} If you change the state by hand, as with a learning "
+                "rate, save that step instead of recording it."
             ) from error
 
     def _learn_disproved(self, reason: str, steps: Sequence[Pending]) -> None:

@@ -292,8 +292,9 @@ def located(named: AnyPath | str) -> AnyPath:
         return path
     bucket, _, key = rest.partition("/")
     if scheme not in schemes.SCHEMES or not bucket:
+        found = "one without a bucket" if scheme in schemes.SCHEMES else "another URL"
         raise StorageError(
-            f"{text}: expected a local path, {schemes.shown('BUCKET/...')}, found another URL. "
+            f"{text}: expected a local path, {schemes.shown('BUCKET/...')}, found {found}. "
             "Mount it, or name another root; nothing was read or written."
         )
     storage = _bucket(f"{scheme}://{bucket}")
