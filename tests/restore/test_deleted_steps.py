@@ -383,3 +383,15 @@ def test_a_reader_beside_retention(tmp_path):
     for step, bits in states:
         assert [each.tobytes() for each in bits] == [each.tobytes() for each in saved[step]]
     assert [each for each in errors if not isinstance(each, StepDeletedError)] == []
+
+
+def test_where_a_deletion_was_interrupted_the_steps_that_are_whole_are_named(tmp_path):
+    """Also where nothing is left that tells an item's directory from a step's."""
+    run, _ = saved_run(tmp_path, steps=3)
+    (tmp_path / "3/_CHECKPOINT_METADATA").unlink()
+    (tmp_path / "3/default" / folders.LINEAGE / f"2.{manifest_file.NAME}").unlink()
+    with (
+        support.manager_of(tmp_path, adacheck.AdaCheckHandler()) as manager,
+        pytest.raises(LineageError, match=r"Steps that can be restored: 1, 2\."),
+    ):
+        manager.restore(3, args=adacheck.RestoreArgs(run.state))
