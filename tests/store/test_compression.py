@@ -111,8 +111,10 @@ def test_a_file_of_values_that_is_gone_is_told_from_one_that_is_cut_off(tmp_path
     """Of a step that is being deleted the files go one by one; from a gone one nothing is read."""
     values = np.random.default_rng(0).integers(0, 255, 1 << 20).astype(np.uint8)
     metadata = zarr.metadata("uint8", values.shape, [1 << 16], zarr.chain(codec))
-    store = zarr.array_in(zarr.database_in(tmp_path / "db"), "a", metadata, create=True).result()
+    database = zarr.database_in(tmp_path / "db")
+    store = zarr.array_in(database, "a", metadata, create=True).result()
     store.write(values).result()
+    zarr.array_in(database, "b", metadata, create=True).result()  # keys move to a file of their own
     assert store.read().result().tobytes() == values.tobytes()
     for file in [x for x in tmp_path.rglob("*") if x.is_file() and x.stat().st_size > 1 << 16]:
         if is_gone:
