@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import importlib.metadata
-import importlib.util
 import os
 import time
 from collections.abc import Callable, Iterable, Iterator
@@ -18,7 +17,13 @@ from adacheck_jax.store.steps import roots
 from adacheck_jax.store.steps.marks import STEP_METADATA, is_told_by_names
 from adacheck_jax.store.steps.roots import Place
 from adacheck_jax.store.storage.location import AnyPath, Location, at, located
-from adacheck_jax.store.storage.schemes import SCHEMES, scheme_of, shown
+from adacheck_jax.store.storage.schemes import (
+    SCHEMES,
+    expect_client,
+    no_answer,
+    scheme_of,
+    shown,
+)
 
 _DIRECTORIES_S = 5.0
 """Longest wait of a refused save for Orbax's directories."""
@@ -109,13 +114,7 @@ def root_path(root: AnyPath | str) -> epath.Path:
         text = os.path.expanduser(text)
     place = located(text)
     _refuse_misread(place)
-    scheme = scheme_of(place)
-    if scheme is not None and importlib.util.find_spec(scheme.client) is None:
-        extra = text.partition("://")[0]
-        raise StorageError(
-            f"{place}: expected the package {scheme.client}, by which Orbax reaches it, found none."
-            f" Nothing was made or read; install adacheck-jax[{extra}]."
-        )
+    expect_client(place)
     if at(place).on_file_system and (why := _nearest(Path(str(place)))[1]):
         raise StorageError(
             f"{place}: expected a directory as the root, or nothing yet, but {why}. Nothing was "
@@ -127,22 +126,18 @@ def root_path(root: AnyPath | str) -> epath.Path:
 
 @contextlib.contextmanager
 def answering(root: epath.Path) -> Iterator[None]:
-    """Tells an error of a store's client as one of the store, and what to look after.
+    """Names the object store in errors of its client, and what to look after.
 
     Raises:
-        StorageError: in place of it.
+        StorageError: in place of them.
     """
-    scheme = scheme_of(root)
     try:
         yield
     except Exception as error:
-        if scheme is None or isinstance(error, AdaCheckError) or not is_refusal(error):
+        is_named = isinstance(error, AdaCheckError) or scheme_of(root) is None
+        if is_named or not is_refusal(error):
             raise
-        raise StorageError(
-            f"{root}: expected an object store that answers, found: {first_line(error)}. Nothing "
-            "was made; look after the network, the URL and the credentials "
-            f"({scheme.credentials})."
-        ) from error
+        raise StorageError(no_answer(root, first_line(error))) from error
 
 
 def expect_names(root: epath.Path, step: str, items: Iterable[str]) -> None:

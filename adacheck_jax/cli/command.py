@@ -18,7 +18,7 @@ from typer.core import TyperGroup
 
 from adacheck_jax.errors import AdaCheckError, StorageError
 from adacheck_jax.store.storage.location import AnyPath, at, located
-from adacheck_jax.store.storage.schemes import scheme_of
+from adacheck_jax.store.storage.schemes import no_answer
 from adacheck_jax.tools.steps import InputError, Progress, quiet
 
 Report = TypeVar("Report")
@@ -146,12 +146,7 @@ def root_of(text: str) -> AnyPath:
     try:
         at(root).check_answers()
     except OSError as error:
-        scheme = scheme_of(text)
-        credentials = f" ({scheme.credentials})" if scheme else ""
-        raise InputError(
-            f"{text}: expected an object store that answers, found: {error.strerror}. Look after "
-            f"the network, the URL and the credentials{credentials}."
-        ) from error
+        raise InputError(no_answer(text, f"{error.strerror}")) from error
     return root
 
 

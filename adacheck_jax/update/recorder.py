@@ -135,7 +135,7 @@ class Recorder(optax.GradientTransformationExtraArgs):
         derived: Mapping[str, DerivedFunction] | None = None,
     ) -> Recorder:
         _check_arguments(tx, dtype)
-        _expect_names({"extra_args": extra_args, "derived": derived})
+        _expect_mappings({"extra_args": extra_args, "derived": derived})
 
         def init(params: PyTree) -> RecorderState:
             return self._init(params)
@@ -403,7 +403,7 @@ def _check_arguments(tx: Any, dtype: Any) -> None:
         )
 
 
-def _expect_names(arguments: Mapping[str, Any]) -> None:
+def _expect_mappings(arguments: Mapping[str, Any]) -> None:
     for argument, value in arguments.items():
         if not (value is None or isinstance(value, Mapping)):
             raise RecorderError(

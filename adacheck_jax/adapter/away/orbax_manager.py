@@ -85,7 +85,7 @@ class AdaCheckManager(Closing, ocp.CheckpointManager):
         self._ending = Ending(self, run.lines, together, keeps_refused=goes_on)
         parts = run, together, self._opener, self._ending
         self._sink = StorageSink(self, *parts) if goes_on else None
-        self._own, self._is_told = -1, False  # the step restored or saved here last
+        self._newest_known, self._has_warned = -1, False  # restored here last, or saved since
         if goes_on and not is_alone:
             arguments["options"] = self._ending.met(options)
         with directories.answering(root):
@@ -137,31 +137,31 @@ class AdaCheckManager(Closing, ocp.CheckpointManager):
             if (sink := self._sink) is not None:
                 if not (force or self._is_due(step)):
                     check()
-                    return self._noted(step, is_saved=False)
+                    return self._note_result(step, is_saved=False)
                 given: Any = args
                 state = given if item is None else given.get(item)
                 is_alone = item is None or [*given] == [item]
                 is_ours = is_alone and all(each is None for each in beside)
                 is_saved = sink.save(step, state, save, check, item, is_ours=is_ours)
-                return self._noted(step, is_saved=is_saved)
+                return self._note_result(step, is_saved=is_saved)
             is_called = jax.process_count() > 1 and (force or self.should_save(step))
             if is_called:
                 self._together.begin()
                 self._together.decided(dict, f"save({step})", check)
             else:
                 check()
-            return self._noted(step, is_saved=save(force=is_called or force))
+            return self._note_result(step, is_saved=save(force=is_called or force))
         finally:
             saves.left.set()
 
-    def _noted(self, step: int, *, is_saved: bool) -> bool:
-        """Notes that a step is saved; or warns, once, if it is not as the root has a later one."""
+    def _note_result(self, step: int, *, is_saved: bool) -> bool:
+        """Notes a saved step; warns once of one that is refused since the root has later ones."""
         if is_saved:
-            self._own = max(self._own, step)
+            self._newest_known = max(self._newest_known, step)
             return True
-        newest = None if self._is_told or step <= self._own else self.latest_step()
+        newest = None if self._has_warned or step <= self._newest_known else self.latest_step()
         if newest is not None and step <= newest:
-            self._is_told = True
+            self._has_warned = True
             _log.warning(
                 "%s: step %d is not saved: the root has step %d already, and only later steps are "
                 "saved to it. Go on from that one (restore_newest), delete the steps from %d on "
@@ -241,7 +241,7 @@ class AdaCheckManager(Closing, ocp.CheckpointManager):
         self._opener.wait()
         is_own = directory is None  # of another root the manager lists no steps
         if is_own and (found := self.latest_step() if step is None else step) is not None:
-            self._own = found
+            self._newest_known = found
         with restores.deletion_detected(self, step) if is_own else contextlib.nullcontext():
             try:
                 return super().restore(step, items, restore_kwargs, directory, args)

@@ -43,7 +43,7 @@ from adacheck_jax.restore import base_reader
 from adacheck_jax.restore.agreed import ALONE, Agreed
 from adacheck_jax.restore.shared_reads import ReadOnce
 from adacheck_jax.store.storage.location import AnyPath, at, located
-from adacheck_jax.store.storage.schemes import SCHEMES, scheme_of
+from adacheck_jax.store.storage.schemes import SCHEMES, expect_client, scheme_of
 
 
 class StockCheckpoints:
@@ -346,15 +346,11 @@ def _restore_args(wanted: Any, leaf: Any) -> ocp.RestoreArgs:
 @contextlib.contextmanager
 def _damage_named(directory: AnyPath) -> Iterator[None]:
     """Raise ``IntegrityError`` for the many errors that reading damaged files raises."""
+    expect_client(directory)
     try:
         yield
-    except (MemoryError, jax.errors.JaxRuntimeError, AdaCheckError):
-        raise  # too little memory, not damage; or named already
-    except ImportError as error:
-        raise StorageError(
-            f"{directory}: Orbax cannot reach it ({first_line(error)}). Install what it needs: "
-            f"adacheck-jax[{str(directory).partition(':')[0]}]."
-        ) from error
+    except (MemoryError, ImportError, jax.errors.JaxRuntimeError, AdaCheckError):
+        raise  # too little memory or no module, not damage; or named already
     except Exception as error:
         if refused := unreadable(directory, error):
             raise refused from error

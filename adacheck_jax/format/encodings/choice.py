@@ -10,7 +10,8 @@ from adacheck_jax.format.encodings.codes import Code
 from adacheck_jax.format.manifest import Encoding
 
 LASTING = frozenset({Encoding.RAW, Encoding.EXPONENTS})
-"""Encodings of a leaf that its next delta may have unseen; zeros may be a matter of one step."""
+"""Encodings that the next delta of a leaf takes over without a look. ``PLANES`` is none of them: it
+may be due to zeros of one step alone."""
 
 
 def choose(

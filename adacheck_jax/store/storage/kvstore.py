@@ -74,8 +74,8 @@ class KvStore:
 
     def check_answers(self, key: str) -> None:
         """Reads a value by a store that has less patience."""
-        is_asked = scheme_of(self._url) is not None
-        retries = {f"{self._spec['driver']}_request_retries": _PATIENCE} if is_asked else {}
+        scheme = scheme_of(self._url)
+        retries = {} if scheme is None else {f"{scheme.driver}_request_retries": _PATIENCE}
         with self._named(key):
             store = ts.KvStore.open(self._spec, context=ts.Context(retries)).result()
             reading = store.read(key or "any", byte_range=slice(0, 0))

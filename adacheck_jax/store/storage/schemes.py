@@ -10,8 +10,11 @@ opens packs and bases by :meth:`~adacheck_jax.store.storage.location.Location.sp
 
 from __future__ import annotations
 
+import importlib.util
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+
+from adacheck_jax.errors import StorageError
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,3 +70,27 @@ def scheme_of(named: object) -> Scheme | None:
 def shown(rest: str) -> str:
     """All URLs that may be given, for messages: ``gs://rest or s3://rest``."""
     return " or ".join(f"{each}://{rest}" for each in SCHEMES)
+
+
+def expect_client(named: object) -> None:
+    """Looks for the package by which Orbax reaches the object store of a URL; nothing elsewhere.
+
+    Raises:
+        StorageError: it is not installed; the message names the extra that has it.
+    """
+    scheme = scheme_of(named)
+    if scheme is not None and importlib.util.find_spec(scheme.client) is None:
+        raise StorageError(
+            f"{named}: expected the package {scheme.client}, by which Orbax reaches it, found none."
+            f" Nothing was made or read; install adacheck-jax[{str(named).partition(':')[0]}]."
+        )
+
+
+def no_answer(named: object, found: str) -> str:
+    """The message about an object store that does not answer, or refuses."""
+    scheme = scheme_of(named)
+    credentials = f" ({scheme.credentials})" if scheme else ""
+    return (
+        f"{named}: expected an object store that answers, found: {found}. Look after the network, "
+        f"the URL and the credentials{credentials}."
+    )
