@@ -64,3 +64,15 @@ def oldest_kept(sequences: Sequence[int], bases: Sequence[int], keep: int) -> in
     if len(sequences) <= keep:
         return 0
     return max((each for each in bases if each <= sequences[-keep]), default=0)
+
+
+def base_is_due(count: int, delta_bytes: int, weight_bytes: int, every: int) -> bool:
+    """True if late joiners would read as much in deltas as in a base, or too many of them.
+
+    Args:
+        count: number of versions since the last base.
+        delta_bytes: bytes of their deltas.
+        weight_bytes: bytes of a base.
+        every: largest number of versions between bases.
+    """
+    return count >= every or delta_bytes >= max(weight_bytes, 1)

@@ -242,11 +242,8 @@ class Writer:
                 record = self._write_record(new.version, reports, is_following=is_following)
             if record is None:
                 return {}
-            # Late joiners would read as much in deltas as in a base, or too many of them.
-            is_due = (
-                self._since_base + 1 >= self._base_every
-                or self._since_base_bytes + record.delta_bytes >= max(self._leaves.nbytes, 1)
-            )
+            since = self._since_base + 1, self._since_base_bytes + record.delta_bytes
+            is_due = plan.base_is_due(*since, self._leaves.nbytes, self._base_every)
             return {"record": records.encode(record).decode(), "is_due": is_following and is_due}
 
         told = new.together.turn(own, judged)

@@ -63,3 +63,10 @@ def test_pruning_leaves_the_versions_to_keep_and_a_base_before_them():
         assert not [each for each in bases if first < each <= 20 - keep]
     assert plan.oldest_kept([], [], 1) == 0
     assert plan.oldest_kept([5, 6, 7], [], 1) == 0, "nothing can be read without them"
+
+
+def test_a_base_is_due_after_some_versions_or_as_many_bytes():
+    assert not plan.base_is_due(9, 99, 100, 10)
+    assert plan.base_is_due(10, 0, 100, 10)
+    assert plan.base_is_due(1, 100, 100, 10)
+    assert not plan.base_is_due(1, 0, 0, 10)
