@@ -449,9 +449,10 @@ class World:
                 self._deleted |= {step, *self._committed} - saved
             elif what == "looked" and words[2] != self._digests.get(step):
                 self.tally.wrong.append(f"{self._name}: step {step} has other bits where looked at")
-            elif what == "said" and "Recorded steps that are not saved" in " ".join(words):
-                lost = command.steps_given_up(" ".join(words[1:]))
+            elif what in ("said", "unsaved"):  # a warning; or an error of the step behind them
+                lost = command.steps_given_up(" ".join(words[1 + (what == "unsaved") :]))
                 self._inside = {k: [x for x in v if x not in lost] for k, v in self._inside.items()}
+                pending = [x for x in pending if x not in lost]
                 self.tally.counts["recorded steps given up, told"] += len(lost)
             if what in ("failed", "unsaved"):
                 failed = True
