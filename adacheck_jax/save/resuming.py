@@ -81,13 +81,22 @@ class Resumer:
         The next state is compared with its ``leaves``; a leaf that was left out is None. The caller
         gets the ``state``. ``measured`` are seconds by the names of costs; ``has_shadow``
         says that the state is the shadow's already.
+
+        After the step that was saved last, as it is restored to be evaluated, all stays as it is.
         """
         update = restored.base.update
         needed = range(len(leaves)) if update is None else (*update.explained, *update.consumed)
         if any(leaves[i] is None for i in needed):
             return  # what was left out will be made anew, and no update leads there
-        saved = restored.manifest
-        snapshot, specs, copies = self._copied(restored, leaves, state)
+        saved, snapshot = restored.manifest, None
+        if self._delta is not None:
+            snapshot = self._planner.snapshot_of_restored(restored, state)
+        if snapshot is not None and not has_shadow:
+            with self._lock:
+                if self._planner.line.stays(restored, snapshot.structure):
+                    self._moved(measured)
+                    return
+        specs, copies = self._copied(restored, leaves, snapshot)
         known = KnownStep(saved.step, saved.depth, specs, copies, restored)
         if has_shadow:
             self._shadow.stand_at(known)
@@ -107,23 +116,22 @@ class Resumer:
         xla_call.begin()
 
     def _copied(
-        self, restored: Lineage, leaves: Sequence[Any], state: PyTree
-    ) -> tuple[Snapshot | None, tuple[Leaf, ...], Mapping[int, Blocks]]:
-        """A restored state taken apart, its leaves in their boxes, and copies for the next delta.
+        self, restored: Lineage, leaves: Sequence[Any], snapshot: Snapshot | None
+    ) -> tuple[tuple[Leaf, ...], Mapping[int, Blocks]]:
+        """The leaves of a restored state in their boxes, and copies for the next delta.
 
-        None in place of the first where the next save cannot be a delta of an update.
+        There is no snapshot where the next save cannot be a delta of an update.
         """
         specs, kept, update = restored.leaves, None, restored.base.update
         if self._delta is None:
-            return None, specs, host_copies.NOTHING
-        snapshot = self._planner.snapshot_of_restored(restored, state)
+            return specs, host_copies.NOTHING
         if snapshot is not None:
             specs = host_copies.cut_as_restored(specs, snapshot)
         if self._delta != "bits" and update is not None and not restored.problem:
             quarantined = restored.manifest.caution.distrusted
             replayed = update.explained.difference(update.passed, quarantined)
             kept = frozenset(range(len(leaves))) - replayed - frozenset(update.consumed)
-        return snapshot, specs, host_copies.copies_of_restored(specs, leaves, kept)
+        return specs, host_copies.copies_of_restored(specs, leaves, kept)
 
     def recover(
         self,

@@ -207,6 +207,20 @@ class TestDecisions:
         assert kinds_of(tmp_path) == "BDDDDBD"  # the shadow cannot go back
         assert_steps(tmp_path, saved, run.state)
 
+    def test_looking_at_the_newest_step_or_going_back_to_it_changes_nothing(self, tmp_path):
+        run = support.dict_run(mesh_of((2, 2)))
+        with manager_of(tmp_path, adacheck.AdaCheckHandler(run.recorder)) as manager:
+            saved = save_steps(manager, run, 3)
+            args = adacheck.RestoreArgs(abstract(run.state))
+            assert_same_bits(manager.restore(3, args=args), saved[3])  # to be evaluated
+            saved |= save_steps(manager, run, 2)
+            run.advance()  # a step that is not saved
+            run.state, run.count = manager.restore(5, args=args), 5
+            saved |= save_steps(manager, run, 1)
+        assert kinds_of(tmp_path) == "BDDDDD"
+        assert {each.manifest.checked for each in roots.steps_of(tmp_path)[1:]} == {"full"}
+        assert_steps(tmp_path, saved, run.state)
+
     def test_a_delta_needs_none_of_the_steps_before_it(self, tmp_path):
         run = support.dict_run(mesh_of((2, 2)))
         with manager_of(tmp_path, adacheck.AdaCheckHandler(run.recorder)) as manager:

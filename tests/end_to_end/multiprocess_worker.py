@@ -2,8 +2,9 @@
 
 Usage: multiprocess_worker.py MODE PROCESS PROCESSES PORT ROOT OUT DEVICES
 
-MODE is save, resume, restore or restore-once; or record, which records steps and saves the others,
-and restore-recorded; or bits, which saves bit-pattern differences; or projected, which
+MODE is save, resume, restore or restore-once; or evaluate, which restores each step that it saved;
+or record, which records steps and saves the others, and restore-recorded; or bits, which saves
+bit-pattern differences; or projected, which
 saves a run that changes params after the update; or no-scalars, which saves one without a scalar;
 or schedule, which saves by a schedule for which each process measures other costs.
 or edited, in which an element is changed by hand before the fourth step is saved;
@@ -171,6 +172,9 @@ with support.manager_of(own.root, handler, **options) as manager:
             manager.save(run.count, args=adacheck.SaveArgs(run.state))
             if mode.startswith(("bases", "feedback")):
                 manager.wait_until_finished()
+            if mode == "evaluate":
+                target = adacheck.RestoreArgs(support.abstract(run.state))
+                manager.restore(run.count, args=target)
             if mode.startswith("bases"):
                 (saver,) = handler._run.lines._savers.values()
                 pending = saver._bases._pending

@@ -46,6 +46,15 @@ def test_every_number_of_processes_restores_what_another_one_saved(tmp_path, sav
 
 
 @pytest.mark.slow
+def test_steps_are_proved_in_full_behind_a_look_at_the_newest(tmp_path):
+    launch("evaluate", 2, tmp_path / "run", tmp_path / "out", devices=2)
+    base, *deltas = (each.manifest for each in roots.steps_of(tmp_path / "run"))
+    assert isinstance(base, manifest.BaseManifest)
+    assert [each.checked for each in deltas] == ["full", "full"]
+    check(tmp_path / "run", tmp_path / "out", range(1, 4))
+
+
+@pytest.mark.slow
 def test_a_lineage_goes_on_in_another_number_of_processes(tmp_path):
     """Processes share the writing, and prove each delta together."""
     root, saved = tmp_path / "run", {}

@@ -15,6 +15,7 @@ from adacheck_jax.plan.which_parent import which_parent
 from adacheck_jax.save.line.notices import tell_given_up
 from adacheck_jax.save.one_save import Save
 from adacheck_jax.save.pending import KnownStep, Pending
+from adacheck_jax.state.snapshot import Structure
 from adacheck_jax.store import links
 from adacheck_jax.store.retention import KeepLineage
 from adacheck_jax.store.steps import lookup, marks, roots
@@ -151,9 +152,23 @@ class Line:
         saved = self.saved
         others = (saved,) if saved is not None and saved.directory != restored.directory else ()
         for each in self._candidates:
-            if each.known.preparing is not None:  # no baseline is needed; one in work is made
-                each.known.preparing.cancel()
+            if each not in others and each.known.preparing is not None:
+                each.known.preparing.cancel()  # no baseline is needed; one in work is made
         self._candidates = (restored, *others)
+
+    def stays(self, restored: Lineage, structure: Structure) -> bool:
+        """True if a restored step is the one saved last: that is the only candidate again.
+
+        All that the next save needs of its state is in memory, as a shadow may be.
+        """
+        saved = self.saved
+        if saved is None or saved.save is None or saved.save.error is not None:
+            return False
+        place = saved.directory, saved.known.step, saved.save.structure
+        if place != (restored.entries[-1].holder, restored.manifest.step, structure):
+            return False
+        self._candidates = (saved,)
+        return True
 
     def forget(self) -> None:
         """Notes that a step was restored that nothing can build on."""
