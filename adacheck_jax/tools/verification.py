@@ -15,7 +15,7 @@ from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 
 from adacheck_jax.adapter.stock.base_checkpoint import StockCheckpoints
-from adacheck_jax.adapter.stock.descriptions import damaged_descriptions, stored_dtype
+from adacheck_jax.adapter.stock.descriptions import check_described, damaged_descriptions
 from adacheck_jax.device import trees
 from adacheck_jax.errors import (
     AdaCheckError,
@@ -240,11 +240,10 @@ class Verifier:
             )
             yield Damage(str(entry.directory / "_METADATA"), path, message)
         for path in specs.keys() & known.keys():
-            spec, other = specs[path], known[path]
-            expected = (spec.shape, stored_dtype(spec.dtype))
-            if (tuple(other.shape or ()), str(other.dtype)) != expected:
-                message = f"expected an array of {expected}, found {(other.shape, other.dtype)}"
-                yield Damage(str(entry.directory), path, message)
+            try:
+                check_described(entry.directory, specs[path], known[path])
+            except IntegrityError as error:
+                yield dataclasses.replace(damage_of(error, entry.directory), leaf=path)
         names = {leaf.name: path for path, leaf in known.items() if path in specs}
         lost = volume_reader.lost_chunks(zarr.database_in(entry.directory), list(names))
         for name, why in lost.items():
