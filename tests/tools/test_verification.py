@@ -451,6 +451,19 @@ def test_only_what_cannot_be_restored_goes(name, copy, replayed):
     assert sorted(each.path for each in again.kept) == sorted(kept)
 
 
+def test_an_exact_step_behind_a_wrong_one_stays_where_it_alone_is_held(tmp_path):
+    draws = np.random.default_rng(0)
+    states = {n: {"w": draws.integers(0, 2**32, 3000, np.uint32)} for n in range(1, 5)}
+    with manager_of(tmp_path, adacheck.AdaCheckHandler(delta="bits")) as manager:
+        for step, state in states.items():
+            manager.save(step, args=adacheck.SaveArgs(state))
+    other_record(lookup.resolve(item(tmp_path, 4)).to(2))
+    many(lambda root: spoil(root, 4), gone(2, 3))(tmp_path)
+    (kept,) = repair.repair(tmp_path, read_data=True).kept
+    assert kept.why.endswith("RestoreArgs(step=3)")
+    assert_same_bits(restored(tmp_path, 4, step=3), [states[3]["w"]])
+
+
 def changed_meanwhile(copy: Path, patch: Any) -> None:
     plan = repair._plan
     patch.setattr(
