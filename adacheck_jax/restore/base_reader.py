@@ -55,13 +55,6 @@ class ReadRequest:
     sharding: jax.sharding.Sharding | None
 
     @property
-    def boxes(self) -> list[Box]:
-        """The boxes that this process needs."""
-        if self.sharding is None:
-            return [Box.full(self.shape)]
-        return transfer.boxes_here(self.shape, self.sharding)
-
-    @property
     def nbytes(self) -> int:
         """Bytes that the process needs which needs most: the same in all processes."""
         if self.sharding is None:
@@ -174,7 +167,7 @@ class _Arrays:
                 for i, box, memory in wanted
             ]
             for i in batch:
-                boxes = self._requests[i].boxes
+                boxes = transfer.boxes_here(self._requests[i].shape, self._requests[i].sharding)
                 # The box around them might reach into chunks that another process reads.
                 if shared := self._shared.get(i):
                     boxes = shared_reads.own_boxes(boxes, self._cuts(i), shared)
