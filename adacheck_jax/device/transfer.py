@@ -362,8 +362,10 @@ def held(array: Any) -> Callable[[], Any]:
     return again
 
 
-def boxes_here(shape: Sequence[int], sharding: jax.sharding.Sharding) -> list[Box]:
-    """Distinct boxes of an array that this process's devices hold."""
+def boxes_here(shape: Sequence[int], sharding: jax.sharding.Sharding | None) -> list[Box]:
+    """Distinct boxes of an array that this process's devices hold; all of it without a sharding."""
+    if sharding is None:
+        return [Box.full(tuple(shape))]
     indices = sharding.addressable_devices_indices_map(tuple(shape)).values()
     return sorted({Box.from_slices(index or (), shape) for index in indices})
 

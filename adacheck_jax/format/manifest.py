@@ -118,9 +118,13 @@ class Leaf:
     @property
     def description(self) -> str:
         """Data type and logical shape, for people and for comparisons."""
-        if self.key_type is not None:
-            return f"{self.key_type}{list(self.shape[:-1])}"
-        return f"{self.dtype}{list(self.shape)}"
+        shape, dtype = self.logical
+        return f"{dtype}{list(shape)}"
+
+    @property
+    def logical(self) -> tuple[tuple[int, ...], str]:
+        """Shape and data type as the state holds it: of a typed PRNG key, not of its data."""
+        return (self.shape[:-1], self.key_type) if self.key_type else (self.shape, self.dtype)
 
 
 @dataclass(frozen=True, slots=True)

@@ -9,7 +9,7 @@ from __future__ import annotations
 import contextlib
 import logging
 import time
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import TypeVar
 
@@ -268,8 +268,12 @@ def check(version: Version, leaves: Leaves, found: Sequence[int], where: object)
         )
 
 
-def read_version(root: Root, number: int) -> Weights:
-    """The weights of a version that is kept, compared with its fingerprints on the host.
+def read_version(root: Root, choose: Callable[[list[int]], int]) -> tuple[Version, Weights]:
+    """A version that is kept, and its weights, compared with its fingerprints on the host.
+
+    Args:
+        root: the root.
+        choose: gives the number of the version, of those that are kept, ascending.
 
     Raises:
         LineageError: there is no such version.
@@ -277,8 +281,9 @@ def read_version(root: Root, number: int) -> Weights:
     """
     reader = VersionReader(root)
     every = reader.versions(reader.sequences())
-    found = [each for each in every.values() if each.version == number]
     kept = sorted(each.version for each in every.values())
+    number = choose(kept)
+    found = [each for each in every.values() if each.version == number]
     if not found:
         shown = f"versions {kept[0]} to {kept[-1]}" if kept else "none"
         raise LineageError(
@@ -296,7 +301,7 @@ def read_version(root: Root, number: int) -> Weights:
             )
         made, _ = reader.load(route, None)
         check(wanted, made.leaves, made.fingerprints(), root)
-        return made
+        return wanted, made
     except GoneError as error:
         raise LineageError(
             f"{root}: version {number} was pruned while it was read ({error}). Give a newer one."

@@ -27,7 +27,7 @@ from adacheck_jax.restore.shared_reads import (
     ShareExchange,
     put_together,
 )
-from adacheck_jax.store import host_memory, volume_reader
+from adacheck_jax.store import host_memory, volume_reader, zarr
 from adacheck_jax.store.storage.location import AnyPath
 
 _BATCH_BYTES = 64 << 20
@@ -53,13 +53,6 @@ class ReadRequest:
     shape: tuple[int, ...]
     itemsize_bytes: int
     sharding: jax.sharding.Sharding | None
-
-    @property
-    def boxes(self) -> list[Box]:
-        """The boxes that this process needs."""
-        if self.sharding is None:
-            return [Box.full(self.shape)]
-        return transfer.boxes_here(self.shape, self.sharding)
 
     @property
     def nbytes(self) -> int:
@@ -141,7 +134,9 @@ class _Arrays:
         is_donated: bool,
     ) -> None:
         self._requests, self._is_donated = requests, is_donated
-        self._stores: list[Any] = volume_reader.opened(directory, [x.name for x in requests])
+        self._stores: list[Any] = volume_reader.opened(
+            zarr.database_in(directory), [x.name for x in requests]
+        )
         self._shared: dict[int, list[SharedPart]] = {}
         sizes_bytes = self.sizes_bytes = [each.nbytes for each in requests]
         for i, each in enumerate(requests if is_shared else ()):
@@ -158,7 +153,7 @@ class _Arrays:
 
     def _cuts(self, position: int) -> Cuts:
         """Cut points between the chunks of an array."""
-        chunk_shape = self._stores[position].chunk_layout.read_chunk.shape or ()
+        chunk_shape = volume_reader.chunk_shape_of(self._stores[position])
         return volume_reader.chunk_cuts(self._requests[position].shape, chunk_shape)
 
     def begin(self, number: int) -> tuple[_Parts, OwnShare]:
@@ -172,7 +167,7 @@ class _Arrays:
                 for i, box, memory in wanted
             ]
             for i in batch:
-                boxes = self._requests[i].boxes
+                boxes = transfer.boxes_here(self._requests[i].shape, self._requests[i].sharding)
                 # The box around them might reach into chunks that another process reads.
                 if shared := self._shared.get(i):
                     boxes = shared_reads.own_boxes(boxes, self._cuts(i), shared)

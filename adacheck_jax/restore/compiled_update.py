@@ -181,19 +181,9 @@ def _load(
         if not recorders:
             raise
         _log.warning("Replaying the given recorder's update instead of the file's: %s", error)
-    types = _types_of(lineage.base.leaves)
+    types = {leaf.path: LeafType(*leaf.logical) for leaf in lineage.base.leaves}
     return update_program.joint_function(bind_all(recorders, types, params_path))
 
 
 def _file_of(lineage: Lineage) -> AnyPath:
     return lineage.base_directory / manifest_file.update_file(update_program.platform())
-
-
-def _types_of(leaves: Sequence[Leaf]) -> dict[str, LeafType]:
-    """Shape and data type of every leaf; of a typed PRNG key as the state holds it."""
-    return {
-        leaf.path: LeafType(leaf.shape[:-1], leaf.key_type)
-        if leaf.key_type
-        else LeafType(leaf.shape, leaf.dtype)
-        for leaf in leaves
-    }

@@ -17,7 +17,7 @@ from typing import Any
 import numpy as np
 
 from adacheck_jax.errors import IntegrityError, first_line
-from adacheck_jax.store import equality, zarr
+from adacheck_jax.store import equality, volume_reader, zarr
 from adacheck_jax.store.storage.location import AnyPath
 from adacheck_jax.store.volumes import Chunk, Place, Volume
 
@@ -79,8 +79,8 @@ def check(directory: AnyPath, lent: Mapping[Place, tuple[Chunk, str]]) -> None:
     for (path, name, _), (chunk, digest) in lent.items():
         why = "others"
         try:
-            store = zarr.array_in(zarr.database_in(directory / path), name, open=True, read=True)
-            data = store.result()[(*chunk.box.slices, ...)].read().result()
+            (store,) = volume_reader.opened(zarr.database_in(directory / path), [name])
+            data = store[(*chunk.box.slices, ...)].read().result()
             if _digest(chunk.kind, np.asarray(data)) == digest:
                 continue
         except ValueError as error:

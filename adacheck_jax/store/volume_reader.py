@@ -78,44 +78,44 @@ def descriptions(database: ts.KvStore, names: Sequence[str]) -> list[Description
     Raises:
         ValueError: the database cannot be read, or does not describe one of them.
     """
-    found = []
-    for name, body in zip(names, stored_metadata(database, names), strict=True):
-        try:
-            chunks = tuple(body["chunk_grid"]["configuration"]["chunk_shape"])
-            codecs = zarr.names(body["codecs"])
-            found.append(Description(tuple(body["shape"]), body["data_type"], chunks, codecs))
-        except (LookupError, TypeError) as error:
-            raise ValueError(f"there is no description of array {name} ({error!r})") from error
-    return found
+    return [*map(_described, names, stored_metadata(database, names))]
 
 
-def opened(directory: AnyPath, names: Sequence[str]) -> list[ts.TensorStore]:
+def _described(name: str, body: Any) -> Description:
+    try:
+        chunks = tuple(body["chunk_grid"]["configuration"]["chunk_shape"])
+        codecs = zarr.names(body["codecs"])
+        return Description(tuple(body["shape"]), body["data_type"], chunks, codecs)
+    except (LookupError, TypeError) as error:
+        raise ValueError(f"there is no description of array {name} ({error!r})") from error
+
+
+def opened(database: ts.KvStore, names: Sequence[str]) -> list[ts.TensorStore]:
     """Opens arrays to be read, all at once; reads check every chunk's crc32c.
 
     Raises:
         ValueError: an array is missing, or not in the codecs that arrays are written in.
     """
-    database, opening = zarr.database_in(directory), []
+    opening = []
     for name, body in zip(names, stored_metadata(database, names), strict=True):
-        codecs = zarr.names(body["codecs"])
-        if codecs not in _CHAINS and body["shape"]:  # numbers of older bases were Orbax's
+        codecs = (described := _described(name, body)).codecs
+        if codecs not in _CHAINS and described.shape:  # numbers of older bases were Orbax's
             raise ValueError(f"expected array {name} in one of {sorted(_CHAINS)}, found {codecs}")
         options = {"open": True, "read": True, "assume_metadata": True}
         opening.append(zarr.array_in(database, name, body, **options))
     return [each.result() for each in opening]
 
 
+def chunk_shape_of(store: ts.TensorStore) -> list[int]:
+    """Shape of the chunks of an array, which are read whole."""
+    shape: Any = store.chunk_layout.read_chunk.shape or ()
+    return [*shape]
+
+
 def chunk_cuts(shape: Sequence[int], chunk_shape: Sequence[int]) -> Cuts:
     """Cut points between the chunks of an array."""
     chunks = zip(shape, chunk_shape, strict=True)
     return tuple((*range(0, length, step or 1), length) for length, step in chunks)
-
-
-def _opened(database: ts.KvStore, name: str) -> tuple[ts.TensorStore, list[int]]:
-    """An array, and the shape of its chunks."""
-    store = zarr.array_in(database, name, open=True, read=True).result()
-    chunk: Any = store.chunk_layout.read_chunk.shape or ()
-    return store, [*chunk]
 
 
 def pieces(database: ts.KvStore, name: str) -> Iterator[tuple[Box, np.ndarray]]:
@@ -125,7 +125,8 @@ def pieces(database: ts.KvStore, name: str) -> Iterator[tuple[Box, np.ndarray]]:
         ValueError: there is no such array, or a chunk is missing, truncated, or its checksum does
             not match.
     """
-    store, step = _opened(database, name)
+    (store,) = opened(database, [name])
+    step = chunk_shape_of(store)
     itemsize_bytes = store.dtype.numpy_dtype.itemsize
     for axis in reversed(range(len(step))):  # small chunks are read many at a time
         room = _PIECE_BYTES // max(1, math.prod(step) * itemsize_bytes)
@@ -171,8 +172,9 @@ def lost_chunks(database: ts.KvStore, names: Sequence[str]) -> dict[str, str]:
     lost: dict[str, str] = {}
     for name in names:
         try:
-            array, chunk = _opened(database, name)
-            counts = [-(-n // m) for n, m in zip(array.shape, chunk, strict=True)]
+            (array,) = opened(database, [name])
+            pairs = zip(array.shape, chunk_shape_of(array), strict=True)
+            counts = [-(-n // m) for n, m in pairs]
             keys = ["/".join([name, "c", *map(str, index)]) for index in np.ndindex(*counts)]
             missing = [key for key in keys if key.encode() not in there]
             if missing:

@@ -293,7 +293,7 @@ def _holds(directory: AnyPath, piece: ArrayPiece) -> bool:
     wanted = piece.metadata
     if any(found.get(key) != wanted[key] for key in ("data_type", "shape", "chunk_grid", "codecs")):
         return False
-    store = zarr.array_in(database, piece.name, open=True, read=True).result()
+    (store,) = volume_reader.opened(database, [piece.name])
     return all(
         equality.same_bits(np.asarray(store[(*box.slices, ...)].read().result()), block)
         for box, block in piece.blocks.items()

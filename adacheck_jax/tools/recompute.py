@@ -223,23 +223,20 @@ def reason_to_keep(lineage: Lineage) -> str:
 
 
 def restorable_part(lineage: Lineage) -> Lineage | None:
-    """The longest part of a lineage that can be restored, tried step by step.
+    """The part of a lineage up to the newest step that can be restored, tried step by step.
 
     Returns:
-        The lineage of the newest such step; None if not even the base can be restored. All of it
-        where this machine cannot try.
+        The lineage of that step; None if none can be restored. All of it where this machine cannot
+        try.
     """
-    found = None
-    with contextlib.closing(Reached(identity.of_step)) as reached:
+    dtypes = (lineage.base.leaves[i].dtype for i in touched(lineage.base))
+    with contextlib.closing(StockCheckpoints()) as stock, wide_integers(dtypes):
         try:
             if cannot_replay_here(lineage):
                 return lineage
-            for part in map(lineage.to, lineage.steps):
-                if reached.at(part)[1]:
-                    break
-                found = part
+            args = base_leaves(stock, lineage), lineage, CompiledUpdates()
+            return replay.newest_exact(*args, rounded=check.bound_to_mesh(lineage))
         except (StorageError, MemoryError, jax.errors.JaxRuntimeError):
             return lineage
         except AdaCheckError:
-            pass
-    return found
+            return None

@@ -7,7 +7,6 @@ are not read again; see :class:`Verifier`.
 from __future__ import annotations
 
 import dataclasses
-import hashlib
 import logging
 import os
 import re
@@ -15,7 +14,7 @@ from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 
 from adacheck_jax.adapter.stock.base_checkpoint import StockCheckpoints
-from adacheck_jax.adapter.stock.descriptions import damaged_descriptions, stored_dtype
+from adacheck_jax.adapter.stock.descriptions import check_described, damaged_descriptions
 from adacheck_jax.device import trees
 from adacheck_jax.errors import (
     AdaCheckError,
@@ -167,7 +166,7 @@ def damage_of(error: Exception, where: AnyPath) -> Damage:
     """An error as damage; most errors of ours begin with the path of their file."""
     message = _ADVICE.sub("", " ".join(str(error).split())).rstrip(".")
     file, colon, rest = message.partition(": ")
-    if colon and file.startswith("/"):
+    if colon and (file.startswith("/") or "://" in file):
         return Damage(file, None, rest)
     return Damage(str(where), None, message)
 
@@ -240,11 +239,10 @@ class Verifier:
             )
             yield Damage(str(entry.directory / "_METADATA"), path, message)
         for path in specs.keys() & known.keys():
-            spec, other = specs[path], known[path]
-            expected = (spec.shape, stored_dtype(spec.dtype))
-            if (tuple(other.shape or ()), str(other.dtype)) != expected:
-                message = f"expected an array of {expected}, found {(other.shape, other.dtype)}"
-                yield Damage(str(entry.directory), path, message)
+            try:
+                check_described(entry.directory, specs[path], known[path])
+            except IntegrityError as error:
+                yield dataclasses.replace(damage_of(error, entry.directory), leaf=path)
         names = {leaf.name: path for path, leaf in known.items() if path in specs}
         lost = volume_reader.lost_chunks(zarr.database_in(entry.directory), list(names))
         for name, why in lost.items():
@@ -292,14 +290,9 @@ def damaged_programs(entry: LineageStep, update: Update | None) -> Iterator[Dama
     for platform, digest in ({} if update is None else update.programs).items():
         path = entry.directory / manifest_file.update_file(platform)
         try:
-            data = at(path).read()
-        except OSError as error:
-            message = f"expected the exported update, found none ({error.strerror})"
-            yield Damage(str(path), None, message, platform)
-            continue
-        if hashlib.sha256(data).hexdigest() != digest:
-            message = f"the exported update does not match its digest ({len(data)} bytes)"
-            yield Damage(str(path), None, message, platform)
+            manifest_file.read_other(path, digest)
+        except AdaCheckError as error:
+            yield dataclasses.replace(damage_of(error, path), hinders=platform)
 
 
 def _without_program(lineage: Lineage) -> list[Damage]:

@@ -268,8 +268,11 @@ def test_a_base_in_other_codecs_than_are_written_is_refused(tmp_path):
         body = json.loads(database.read("w/zarr.json").result().value)
         body["codecs"].insert(1, {"name": "gzip", "configuration": {"level": 1}})
         database.write("w/zarr.json", json.dumps(body)).result()
-        with pytest.raises(IntegrityError, match=r"array w in one of .* found .*gzip"):
+        message = r"array w in one of .* found .*gzip"
+        with pytest.raises(IntegrityError, match=message):
             manager.restore(0)
+    with pytest.raises(IntegrityError, match=message):
+        adacheck.latest_restorable(tmp_path)
 
 
 def test_a_base_of_another_shape_than_its_manifest_says_is_refused_before_it_is_read(tmp_path):

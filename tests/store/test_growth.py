@@ -42,7 +42,7 @@ def write_and_keep_volumes(top):
     assert write_volume(place, pieces) == {"b": "a"}
     kept = volumes.keep([("kept", place)], pieces, place.with_name(f"{place.name}.kept"))
     assert kept == ({"a": "kept", "b": "kept"} if top.on_file_system else {})
-    for store in volume_reader.opened(place, "ab"):
+    for store in volume_reader.opened(zarr.database_in(place), "ab"):
         assert store.read().result().tobytes() == pieces[0].blocks[Box.full((300,))].tobytes()
     assert not volume_reader.lost_chunks(zarr.database_in(place), "ab")
 

@@ -41,9 +41,9 @@ def test_volumes_are_merged_and_read_as_they_were_written(root):
         shared = write_volume(item / folders.BASE / f"{process}", pieces)
         assert shared == ({"c": "a"} if process == 0 else {})
     volumes.merge(item, {f"{folders.BASE}/{process}": None for process in (0, 1)})
-    for name, store in zip("abc", volume_reader.opened(item, "abc"), strict=True):
-        np.testing.assert_array_equal(store.read().result(), arrays[name])
     database = zarr.database_in(item)
+    for name, store in zip("abc", volume_reader.opened(database, "abc"), strict=True):
+        np.testing.assert_array_equal(store.read().result(), arrays[name])
     (found,) = volume_reader.descriptions(database, "a")
     assert found == volume_reader.Description((60, 100), "uint8", (20, 100), ("bytes", "crc32c"))
     pieces = volume_reader.pieces(database, "b")

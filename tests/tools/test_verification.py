@@ -160,18 +160,18 @@ def test_leaves_of_sums_that_differ_are_to_rounding_and_others_are_damage(copy, 
 
 def test_shared_files_are_read_once_and_updates_replayed_once(replayed, monkeypatch):
     read, folded = [], []
-    opened, apply = verification.volume_reader._opened, recompute.replay.replay_onto
+    opened, apply = verification.volume_reader.opened, recompute.replay.replay_onto
     monkeypatch.setattr(
-        verification.volume_reader, "_opened", lambda *a: read.append(a[1]) or opened(*a)
+        verification.volume_reader, "opened", lambda *a: read.extend(a[1]) or opened(*a)
     )
     monkeypatch.setattr(
         recompute.replay, "replay_onto", lambda *a, **k: folded.append(1) or apply(*a, **k)
     )
     assert not any(damaged(replayed[0], ALL).values())
     leaves = manifest_file.read(item(replayed[0], 1)).leaves
-    # A step looks for chunks by one name, and reads by it: twice for one base, not for three.
+    # One base is opened to look for chunks, to read them, and to replay: not that of each step.
     packs = {arrays.RAW.name, arrays.COMPRESSED.name}
-    assert len([name for name in read if name not in packs]) == 2 * len(leaves)
+    assert len([name for name in read if name not in packs]) == 3 * len(leaves)
     assert len(folded) == 2
 
 
@@ -449,6 +449,19 @@ def test_only_what_cannot_be_restored_goes(name, copy, replayed):
     again = repair.repair(copy, read_data=True)
     assert again.removals == ()
     assert sorted(each.path for each in again.kept) == sorted(kept)
+
+
+def test_an_exact_step_behind_a_wrong_one_stays_where_it_alone_is_held(tmp_path):
+    draws = np.random.default_rng(0)
+    states = {n: {"w": draws.integers(0, 2**32, 3000, np.uint32)} for n in range(1, 5)}
+    with manager_of(tmp_path, adacheck.AdaCheckHandler(delta="bits")) as manager:
+        for step, state in states.items():
+            manager.save(step, args=adacheck.SaveArgs(state))
+    other_record(lookup.resolve(item(tmp_path, 4)).to(2))
+    many(lambda root: spoil(root, 4), gone(2, 3))(tmp_path)
+    (kept,) = repair.repair(tmp_path, read_data=True).kept
+    assert kept.why.endswith("RestoreArgs(step=3)")
+    assert_same_bits(restored(tmp_path, 4, step=3), [states[3]["w"]])
 
 
 def changed_meanwhile(copy: Path, patch: Any) -> None:

@@ -19,10 +19,11 @@ import jax.numpy as jnp
 import orbax.checkpoint as ocp
 
 from adacheck_jax.device import transfer, trees
-from adacheck_jax.errors import AdaCheckError, IntegrityError, unreadable
+from adacheck_jax.errors import AdaCheckError, IntegrityError
 from adacheck_jax.format import manifest as manifests
 from adacheck_jax.format.manifest import BaseManifest, Leaf
 from adacheck_jax.store import volume_reader, zarr
+from adacheck_jax.store.steps import manifest_file
 from adacheck_jax.store.storage.location import AnyPath, at, located
 
 
@@ -180,21 +181,10 @@ def damaged_descriptions(directory: AnyPath, base: BaseManifest) -> dict[str, Ad
     """Errors of the files that describe a base's arrays, by file name; empty if all are whole."""
     found: dict[str, AdaCheckError] = {}
     for name, digest in sorted(base.described.items()):
-        path, cause = directory / name, None
         try:
-            is_whole = digest_of(path) == digest
-            what = "other bytes"
-        except OSError as error:
-            if refused := unreadable(path, error):
-                found[name] = refused
-                continue
-            is_whole, what, cause = False, f"none ({error.strerror})", error
-        if not is_whole:
-            found[name] = IntegrityError(
-                f"{path}: expected the file that was written with the base, found {what}. Restore "
-                "another step."
-            )
-            found[name].__cause__ = cause  # by which a step that is being deleted is told
+            manifest_file.read_other(directory / name, digest)
+        except AdaCheckError as error:
+            found[name] = error
     return found
 
 

@@ -90,7 +90,7 @@ def planned(rules: Sequence[Rule], base: BaseManifest) -> Plan:
     Raises:
         MismatchError: a rule does not fit the saved leaves, or gives a data type that no leaf has.
     """
-    kinds = {leaf.path: _kind(leaf) for leaf in base.leaves}
+    kinds = {leaf.path: Kind(*leaf.logical) for leaf in base.leaves}
     found = layouts.plan(rules, kinds, _params_trees(base))
     for path, kind in found.after.items():
         if kind.dtype not in ITEMSIZES_BYTES and found.outputs[path] >= len(kinds):
@@ -115,12 +115,6 @@ def _params_trees(base: BaseManifest) -> list[Params]:
         ends = [paths[i].partition(f"{RECORD_FIELD}/")[2] for i in update.record if i in consumed]
         found.append(params_of(own, [end for end in ends if end]))
     return found
-
-
-def _kind(leaf: Leaf) -> Kind:
-    if leaf.key_type:
-        return Kind(leaf.shape[:-1], leaf.key_type)
-    return Kind(leaf.shape, leaf.dtype)
 
 
 def _transformed_leaves(plan: Plan, leaves: Sequence[Leaf]) -> list[Leaf]:

@@ -141,8 +141,7 @@ class Target:
             return spec.description
         dtype = str(trees.dtype_of(leaf))
         shape = tuple(np.shape(leaf))
-        saved_dtype = spec.key_type or spec.dtype
-        saved_shape = spec.shape[:-1] if spec.key_type else spec.shape
+        saved_shape, saved_dtype = spec.logical
         if trees.is_same_kind(dtype, saved_dtype):
             dtype = saved_dtype
         if not self._args.strict and len(shape) == len(saved_shape):
@@ -355,9 +354,8 @@ def _dtype(value: Any, wanted: Any) -> Any:
 
 def _fitting(sharding: jax.sharding.Sharding, spec: Leaf) -> jax.sharding.Sharding:
     """The sharding itself, or a replicated one if it cannot cut the saved shape."""
-    shape = spec.shape[:-1] if spec.key_type else spec.shape
     try:
-        sharding.shard_shape(shape)
+        sharding.shard_shape(spec.logical[0])
     except ValueError:
         return update_program.replicated(sharding)
     return sharding

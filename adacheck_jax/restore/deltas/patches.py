@@ -88,7 +88,8 @@ class Patches:
             else:
                 self._patch(index)
         for reader, own in read_at_once.items():
-            boxes = {i: _boxes_of(self._working[i], self._specs[i]) for i in own}
+            placed = {i: getattr(transfer.raw(self._working[i]), "sharding", None) for i in own}
+            boxes = {i: transfer.boxes_here(self._specs[i].shape, x) for i, x in placed.items()}
             with reader.prefetched(boxes):
                 for index in own:
                     self._patch(index)
@@ -109,14 +110,6 @@ def put_in_place(
         patches.add(each)
     patches.apply(range(len(specs)))
     return working.leaves
-
-
-def _boxes_of(leaf: Any, spec: Leaf) -> list[Box]:
-    """The boxes of a leaf that this process holds."""
-    plain = transfer.raw(leaf)
-    if isinstance(plain, jax.Array):
-        return transfer.boxes_here(spec.shape, plain.sharding)
-    return [Box.full(spec.shape)]
 
 
 def _patched(leaf: Any, spec: Leaf, index: int, readers: Sequence[StoredLeaves]) -> Any:

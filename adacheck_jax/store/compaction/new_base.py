@@ -40,7 +40,7 @@ from adacheck_jax.store.sharing import Agree, Report
 from adacheck_jax.store.steps import manifest_file
 from adacheck_jax.store.steps.lineage import Lineage
 from adacheck_jax.store.steps.marks import TREE_METADATA
-from adacheck_jax.store.storage.location import AnyPath, Location, at
+from adacheck_jax.store.storage.location import AnyPath, Location
 from adacheck_jax.store.zarr import Compression
 
 BEGIN, WRITTEN = "begin", "written"
@@ -60,6 +60,10 @@ class Team:
     agree: Agree
 
 
+_AS_IT_WAS = (
+    "Nothing was changed; the step is the delta that it was, and is restored where this file is "
+    "not needed."
+)
 _CODECS: dict[str, Compression] = {"blosc": "fast", "zstd": "small"}
 """Choices of a codec, by its name in the metadata of the arrays that were stored with it."""
 
@@ -116,7 +120,8 @@ def _drafted(lineage: Lineage) -> _Draft:
     delta, base, source = lineage.manifest, lineage.base, lineage.base_directory
     assert isinstance(delta, DeltaManifest)
     stored = {i: leaf for i, leaf in enumerate(lineage.leaves) if leaf.nbytes}
-    files = {name: _read(source / name, base.described.get(name)) for name in sorted(DESCRIPTIONS)}
+    wanted = {name: base.described.get(name) for name in sorted(DESCRIPTIONS)}
+    files = {x: manifest_file.read_other(source / x, y, _AS_IT_WAS) for x, y in wanted.items()}
     tree = files[TREE_METADATA]
     names, compression = _names(source, tree, [*stored.values()])
     body = {**json.loads(tree), "custom_metadata": delta.custom_metadata}
@@ -124,7 +129,7 @@ def _drafted(lineage: Lineage) -> _Draft:
     if update := _update(base.update, lineage.problem):
         for platform, digest in update.programs.items():
             name = manifest_file.update_file(platform)
-            files[name] = _read(source / name, digest)
+            files[name] = manifest_file.read_other(source / name, digest, _AS_IT_WAS)
     return _Draft(lineage, delta, stored, names, compression, files)
 
 
@@ -254,17 +259,3 @@ def _update(update: Update | None, problem: str) -> Update | None:
     if update is None or problem == update.problem:
         return update
     return dataclasses.replace(update, problem=problem, programs={})
-
-
-def _read(path: AnyPath, digest: str | None) -> bytes:
-    found, cause = "other bytes", None
-    try:
-        data = at(path).read()
-        if digest in (None, hashlib.sha256(data).hexdigest()):
-            return data
-    except FileNotFoundError as error:
-        found, cause = "none", error
-    raise IntegrityError(
-        f"{path}: expected the file that was written with the base, found {found}. Nothing was "
-        "changed; the step is the delta that it was, and is restored where this file is not needed."
-    ) from cause

@@ -52,8 +52,7 @@ class PackArray:
             raise _damaged(start, pack, f"an array of shape {shape} and type {dtype}")
         # A chunk is read whole, and a crafted chain of codecs may make much out of little: only
         # sizes and codecs that are written are accepted.
-        chunk_shape: Any = self._store.chunk_layout.read_chunk.shape or (0,)
-        (self._chunk_bytes,) = chunk_shape
+        (self._chunk_bytes,) = volume_reader.chunk_shape_of(self._store)
         known = [zarr.names(zarr.chain(c)) for c in (zarr.CODECS if kind.is_compressed else [None])]
         if not 0 < self._chunk_bytes <= kind.max_chunk_bytes or names not in known:
             chunks = f"chunks of at most {kind.max_chunk_bytes} bytes in the codecs {known}"

@@ -5,10 +5,11 @@ It is written last, after every byte that it speaks of, and it carries a checksu
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Callable
 from typing import Any
 
-from adacheck_jax.errors import FormatError, unreadable
+from adacheck_jax.errors import FormatError, IntegrityError, unreadable
 from adacheck_jax.format import manifest_json
 from adacheck_jax.format.manifest import Manifest
 from adacheck_jax.store.storage.interface import NotPlainError, Stamp
@@ -23,6 +24,28 @@ FILE = f"{DIRECTORY}/{NAME}"
 def update_file(platform: str) -> str:
     """Path of a platform's update program, relative to a base's item directory."""
     return f"{DIRECTORY}/update.{platform}.stablehlo"
+
+
+def read_other(path: AnyPath, digest: str | None, remedy: str = "Restore another step.") -> bytes:
+    """Reads a file of a base that its manifest names, by its SHA-256; None for any bytes.
+
+    Raises:
+        IntegrityError: there is none, or it has other bytes; its text ends with the remedy.
+        StorageError: the file cannot be read now.
+    """
+    found, cause = "other bytes", None
+    try:
+        data = at(path).read()
+        if digest in (None, hashlib.sha256(data).hexdigest()):
+            return data
+    except OSError as error:
+        if refused := unreadable(path, error):
+            raise refused from error
+        found, cause = f"none ({error.strerror})", error
+    # The cause tells a step that is being deleted.
+    raise IntegrityError(
+        f"{path}: expected the file that was written with the base, found {found}. {remedy}"
+    ) from cause
 
 
 def read(item_directory: AnyPath) -> Manifest:

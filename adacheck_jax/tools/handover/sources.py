@@ -24,10 +24,9 @@ from adacheck_jax.device.trees import PyTree
 from adacheck_jax.errors import IntegrityError, first_line, unreadable
 from adacheck_jax.format import manifest as manifests
 from adacheck_jax.format.boxes import Box
-from adacheck_jax.format.byte_loops import fingerprint_of
 from adacheck_jax.format.manifest import BaseManifest, Leaf
 from adacheck_jax.layout.rules import Rule
-from adacheck_jax.publish.reading import VersionReader, read_version
+from adacheck_jax.publish.reading import read_version
 from adacheck_jax.publish.root import Root
 from adacheck_jax.store import volume_reader
 from adacheck_jax.store.storage.location import AnyPath, at
@@ -165,22 +164,17 @@ def version_source(root: AnyPath, version: int | None) -> Iterator[Source]:
         LineageError: there is no such version.
         AdaCheckError: the version is damaged.
     """
-    if version is None or version < 0:
-        reader = VersionReader(Root(root))
-        kept = [x.version for x in reader.versions(reader.sequences()).values()]
-        version = numbered(kept, version, root)
-    weights = read_version(Root(root), version)
+    record, weights = read_version(Root(root), lambda kept: numbered(kept, version, root))
     named = enumerate(weights.leaves.leaves)
     arrays = {each.path: weights.block(i, Box.full(each.shape)) for i, each in named}
-    elements = [*arrays.values()]
     yield Source(
-        number=version,
+        number=record.version,
         item="",
         kind="version",
         replayed_count=0,
         leaves=weights.leaves.leaves,
         params=range(len(arrays)),
-        fingerprints=[fingerprint_of(array) for array in elements],
+        fingerprints=record.fingerprints,
         tree=arrays[""] if {*arrays} == {""} else trees.nested(arrays),
-        read=elements.__getitem__,
+        read=[*arrays.values()].__getitem__,
     )
