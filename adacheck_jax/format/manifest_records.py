@@ -264,10 +264,8 @@ def _check_pairs(pairs: Sequence[tuple[int, int]], first_end: int, second_end: i
 
 def _check_pack(pack: Pack) -> None:
     if not frozenset(Encoding).issuperset(pack.encodings):
-        raise ValueError(
-            f"expected the encodings {''.join(Encoding)}, found {shown(pack.encodings)}: a later "
-            "release of adacheck-jax may know the others"
-        )
+        known, found = "".join(Encoding), shown(pack.encodings)
+        raise ValueError(f"encodings {known} are known, found {found}, perhaps of a later release")
     for ranges in (pack.raw_zeros, pack.compressed_zeros):
         borders = [border for each in ranges for border in each]
         if any(a >= b for a, b in itertools.pairwise(borders)):  # adjoining ranges would be one

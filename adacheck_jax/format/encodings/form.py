@@ -151,10 +151,7 @@ class BlockEncoding(ABC):
 
 
 class OwnSize(BlockEncoding):
-    """An encoding whose length depends on the elements: a code.
-
-    The manifest has the length, a reader of some rows needs all of it, and no old elements.
-    """
+    """An encoding whose length depends on the elements: it is read whole, and needs no old ones."""
 
     has_own_size = True
 

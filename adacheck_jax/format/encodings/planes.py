@@ -9,10 +9,9 @@ sign comes last and its exponent fills the highest plane. Exponents of gradients
 and signs are noise, and are stored as they are (ZipNN: Hershcovitch et al., 2024).
 
 *Bit-pattern differences*: a leaf as the integer difference from the parent step, whatever changed
-it. ``XOR`` is zero where bits agree. ``SUBTRACT`` is the difference
-modulo the word's size, folded so that small steps down look like small steps up (zigzag, as in
-Protocol Buffers' sint encoding): floating-point numbers that move by an ulp or two then leave
-everything but the lowest bits zero.
+it. ``XOR`` is zero where bits agree. ``SUBTRACT`` is the difference modulo the word's size, folded
+so that small steps down look like small steps up (zigzag, as in Protocol Buffers' sint encoding):
+floating-point numbers that move by an ulp or two then leave all but the lowest bits zero.
 """
 
 from __future__ import annotations
@@ -102,8 +101,7 @@ class _Planes(BlockEncoding):
 
 
 EXPONENTS = _Planes(Encoding.EXPONENTS, compresses_all=False, lasts=True)
-PLANES = _Planes(Encoding.PLANES)
-"""It does not last: it may be due to zeros of one step alone."""
+PLANES = _Planes(Encoding.PLANES)  # it does not last: zeros may be those of one step alone
 XOR = _Planes(Encoding.XOR, needs_old=True)
 SUBTRACT = _Planes(Encoding.SUBTRACT, needs_old=True)
 ENCODINGS = (EXPONENTS, PLANES, XOR, SUBTRACT)
@@ -119,13 +117,10 @@ def chosen(candidate: Candidate) -> Choice | None:
     elif not candidate.compresses:
         return None
     elif (letter := candidate.last) is None:
-        letter = _best_of(max(candidate.blocks.values(), key=lambda block: block.size))
+        block = max(candidate.blocks.values(), key=lambda block: block.size)
+        small = block.nbytes <= SMALL_BYTES
+        letter = Encoding.RAW if small else _best_whole(_sample(words_of(block)))[0]
     return None if letter is Encoding.RAW else (letter, {})
-
-
-def _best_of(block: np.ndarray) -> Encoding:
-    small = block.nbytes <= SMALL_BYTES
-    return Encoding.RAW if small else _best_whole(_sample(words_of(block)))[0]
 
 
 def _best_difference(changed: Sequence[tuple[np.ndarray, np.ndarray]]) -> Encoding:

@@ -3,9 +3,8 @@
 To add one: a module of this folder with ``ENCODINGS`` and ``chosen``, the rule by which it takes a
 leaf or leaves it to the next (models are :class:`_Raw` below, and of a code the end of
 :mod:`~adacheck_jax.format.encodings.codes`); its place in :data:`MODULES`; its letter in
-:class:`~adacheck_jax.format.encodings.form.Encoding`; and a line of
-``docs/reference/format.md``. Layout, writing, reading and all tests ask the table. An older release
-refuses the letter by name, so the format version stays.
+:class:`~adacheck_jax.format.encodings.form.Encoding`; and a line of ``docs/reference/format.md``.
+Layout, writing, reading and tests ask the table. An older release refuses the letter by name.
 """
 
 from __future__ import annotations
@@ -46,21 +45,15 @@ ENCODINGS: Mapping[Encoding, BlockEncoding] = {
 
 
 def choose(candidate: Candidate) -> Choice:
-    """The encoding of some boxes; the old elements of boxes that did not change may be among them.
-
-    It is ``SAME`` if there is no box, or no bit changed in any.
-    """
+    """The encoding of some boxes; ``previous`` may tell of boxes in which no bit changed, too."""
     if not candidate.blocks:
         return Encoding.SAME, {}
     if candidate.previous is not None:
         pairs = ((box, new, candidate.previous[box]) for box, new in candidate.blocks.items())
-        changed = {box: old for box, new, old in pairs if not _is_same(new, old)}
+        other = ((box, planes.words_of(new), old) for box, new, old in pairs if new is not old)
+        changed = {x: old for x, new, old in other if not np.array_equal(new, planes.words_of(old))}
         if not changed:
             return Encoding.SAME, {}
         candidate = dataclasses.replace(candidate, previous=changed)
     found = (each.chosen(candidate) for each in MODULES)
     return next((choice for choice in found if choice is not None), (Encoding.RAW, {}))
-
-
-def _is_same(new: np.ndarray, old: np.ndarray) -> bool:
-    return new is old or np.array_equal(planes.words_of(new), planes.words_of(old))
