@@ -33,7 +33,7 @@ def test_every_letter_is_in_the_table_and_in_the_reference():
 
 
 @pytest.mark.parametrize("letter", ENCODINGS)
-@pytest.mark.parametrize("dtype", map(jnp.dtype, DTYPES), ids=str)
+@pytest.mark.parametrize("dtype", [*map(jnp.dtype, DTYPES)], ids=str)
 def test_every_bit_comes_back_at_the_size_that_is_planned(letter, dtype):
     how = ENCODINGS[letter]
     for new, old in pairs(dtype):
@@ -69,7 +69,7 @@ def test_sizes_that_no_code_has_and_other_bytes_are_refused_or_fill_the_block(le
 
 
 @pytest.mark.parametrize("compresses", [True, False])
-@pytest.mark.parametrize("dtype", map(jnp.dtype, DTYPES), ids=str)
+@pytest.mark.parametrize("dtype", [*map(jnp.dtype, DTYPES)], ids=str)
 def test_any_box_gets_an_encoding_that_can_store_it(dtype, compresses):
     for (new, old), has_old in itertools.product(pairs(dtype), [True, False]):
         box = Box.full(new.shape)
