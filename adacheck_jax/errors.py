@@ -30,6 +30,8 @@ import traceback
 from collections.abc import Iterable, Iterator
 from typing import Self
 
+from adacheck_jax.schemes import SCHEMES
+
 _log = logging.getLogger(__name__)
 
 __all__ = [
@@ -110,16 +112,12 @@ class TakenOverError(StorageError):
     _is_refusal = False
 
 
-_CLIENTS = frozenset({"aiobotocore", "aiohttp", "botocore", "gcsfs"})
-"""Packages by which Orbax reaches object stores: their errors are of classes of their own."""
-
-
 def is_refusal(error: BaseException | None) -> bool:
     """True if storage refused something: the same may be written when it does not."""
     if isinstance(error, AdaCheckError):
         return isinstance(error, StorageError) and error._is_refusal
     module = type(error).__module__.partition(".")[0]
-    return isinstance(error, OSError) or module in _CLIENTS
+    return isinstance(error, OSError) or any(module in each.raises for each in SCHEMES.values())
 
 
 _TELLS_OF_FILES = {

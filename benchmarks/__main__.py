@@ -140,7 +140,7 @@ def handover(is_full: bool) -> Any:
 def stores(is_full: bool) -> list[Any]:
     """12 MB in 81 arrays, in an object store on this machine whose requests take 0 and 30 ms."""
     size = {"params": 1_000_000, "leaves": 20, "saves": 10 if is_full else 3}
-    kinds = ("gcs", "s3") if is_full else ("gcs",)
+    kinds = ("gs", "s3") if is_full else ("gs",)
     return [
         child.measure("stores", kind=kind, delay_ms=delay, **size)
         for kind in kinds

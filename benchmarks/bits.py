@@ -34,8 +34,11 @@ import orbax.checkpoint as ocp
 
 import adacheck_jax as adacheck
 from adacheck_jax.device import trees
-from adacheck_jax.format.encodings import planes as codecs
-from adacheck_jax.format.manifest import BaseManifest, Encoding
+from adacheck_jax.format.boxes import Box
+from adacheck_jax.format.encodings import planes
+from adacheck_jax.format.encodings.form import Candidate, Encoding
+from adacheck_jax.format.encodings.table import ENCODINGS, choose
+from adacheck_jax.format.manifest import BaseManifest
 from adacheck_jax.store.packs import arrays, writer
 from adacheck_jax.store.packs.reader import PackArray, PackReader
 from adacheck_jax.store.steps import manifest_file
@@ -144,17 +147,18 @@ class Saved:
     ) -> dict[str, float]:
         """CPU seconds of the library's own functions on one step."""
         start = time.process_time()
-        chosen = {path: codecs.choose_difference([(new[path], old[path])]) for path in new}
+        chosen = {path: _chosen(new[path], old[path]) for path in new}
         # Of each leaf so many planes, the lowest, lie beside those that are stored as they are.
         counts: dict[str, tuple[int, int]] = {}
         for path, encoding in chosen.items():
             if encoding not in (Encoding.RAW, Encoding.SAME):
-                planes = codecs.word_bytes(new[path].dtype)
-                counts[path] = (planes - 1, 1) if encoding is Encoding.EXPONENTS else (0, planes)
+                word_bytes = planes.word_bytes(new[path].dtype)
+                parts = ENCODINGS[encoding].parts(new[path].nbytes, word_bytes, None)
+                counts[path] = parts.planes - parts.compressed, parts.compressed
         packs = [_pack(new, counts, place) for place in (0, 1)]
         for path in counts:
             low, high = (pack[path] for _, pack in packs)
-            codecs.encode(chosen[path], new[path], old[path], low, high)
+            ENCODINGS[chosen[path]].encode(new[path], old[path], low, high)
         whole = [new[path] for path, encoding in chosen.items() if encoding is Encoding.RAW]
         raw = np.concatenate([packs[0][0], *(each.reshape(-1).view(np.uint8) for each in whole)])
         encoded = time.process_time()
@@ -171,7 +175,7 @@ class Saved:
             read += reader.read([(0, pack.size)], what="the benchmark")
         found = [_views(data, new, counts, place) for place, data in enumerate(read)]
         for path in counts:
-            codecs.decode(chosen[path], targets[path], found[0][path], found[1][path])
+            ENCODINGS[chosen[path]].decode(targets[path], found[0][path], found[1][path])
         decoded = time.process_time()
         for path, target in targets.items():
             assert target.tobytes() == new[path].tobytes(), path
@@ -231,6 +235,12 @@ class Saved:
 Counts = dict[str, tuple[int, int]]
 """By leaf path how many planes lie in the one array, and in the other."""
 Planes = dict[str, np.ndarray]
+
+
+def _chosen(new: np.ndarray, old: np.ndarray) -> Encoding:
+    """Encoding of a leaf of one box."""
+    box = Box.full(new.shape)
+    return choose(Candidate({box: new}, {box: old}, None, compresses=True))[0]
 
 
 def _pack(leaves: Planes, counts: Counts, place: int) -> tuple[np.ndarray, Planes]:

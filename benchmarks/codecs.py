@@ -19,7 +19,6 @@ import tensorstore as ts
 
 from adacheck_jax.format.encodings import codes
 from adacheck_jax.format.encodings import planes as codecs
-from adacheck_jax.format.manifest import Encoding
 from adacheck_jax.store import zarr
 from benchmarks.common import environment
 from benchmarks.fingerprints import rate_of
@@ -84,9 +83,7 @@ def main() -> None:
     noise = (np.random.default_rng(0).standard_normal(count) * 0.02).astype(np.float32)
     planes = np.empty((4, count), np.uint8)
     low, high = planes[:3], planes[3:]
-    rate = rate_of(
-        lambda: codecs.encode(Encoding.EXPONENTS, noise, None, low, high), noise.nbytes, repeats
-    )
+    rate = rate_of(lambda: codecs.EXPONENTS.encode(noise, None, low, high), noise.nbytes, repeats)
     whole = noise.view(np.uint8)
     result = {
         **environment(),

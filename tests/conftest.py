@@ -13,7 +13,7 @@ import os
 import socket
 from collections.abc import Iterable, Iterator
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 if "xla_force_host_platform_device_count" not in os.environ.get("XLA_FLAGS", ""):
     os.environ["XLA_FLAGS"] = (
@@ -32,6 +32,7 @@ os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")  # what is forked has one thr
 import pytest
 from hypothesis import settings
 
+from adacheck_jax.schemes import SCHEMES
 from benchmarks import xla_flags
 from tests import slices
 from tests.last_words import LastWords
@@ -40,10 +41,10 @@ if TYPE_CHECKING:
     from tests.object_stores import Store
 
 # Tensorstore reads addresses once, as a process first opens a bucket, which any test may do.
-_GCS, _S3 = socket.socket(), socket.socket()
-for _variable, _listener in (("TENSORSTORE_GCS_HTTP_URL", _GCS), ("AWS_ENDPOINT_URL", _S3)):
+_LISTENERS = {name: socket.socket() for name in SCHEMES}
+for _name, _listener in _LISTENERS.items():
     _listener.bind(("127.0.0.1", 0))
-    os.environ[_variable] = f"http://127.0.0.1:{_listener.getsockname()[1]}"
+    os.environ[SCHEMES[_name].endpoint] = f"http://127.0.0.1:{_listener.getsockname()[1]}"
 _STORES = list["Store"]()
 
 settings.register_profile("default", max_examples=10, deadline=None)
@@ -147,23 +148,19 @@ def pytest_runtest_setup() -> None:
         os.environ.update(store.environment)
 
 
-@pytest.fixture(scope="session")
-def gcs() -> Iterator[Store]:
-    """Google's Cloud Storage on this machine, for all tests of a process."""
-    from tests import object_stores  # which not every environment can start
+def _store_of(name: str) -> Any:
+    """A fixture: an object store on this machine, for all tests of a process."""
 
-    with object_stores.gcs(_GCS) as store:
-        os.environ.update(store.environment)
-        _STORES.append(store)
-        yield store
+    @pytest.fixture(scope="session", name=name)
+    def fixture() -> Iterator[Store]:
+        from tests import object_stores  # which not every environment can start
+
+        with object_stores.SERVERS[name](_LISTENERS[name]) as store:
+            os.environ.update(store.environment)
+            _STORES.append(store)
+            yield store
+
+    return fixture
 
 
-@pytest.fixture(scope="session")
-def s3() -> Iterator[Store]:
-    """Amazon's S3 on this machine, for all tests of a process."""
-    from tests import object_stores  # which not every environment can start
-
-    with object_stores.s3(_S3) as store:
-        os.environ.update(store.environment)
-        _STORES.append(store)
-        yield store
+globals().update({f"store_{name}": _store_of(name) for name in SCHEMES})

@@ -19,13 +19,14 @@ FACADE = "adacheck_jax"
 
 MAY_IMPORT = {
     "lazy": (),
-    "errors": (),
+    "schemes": (),
+    "errors": ("schemes",),
     "schedule": (),
     "layout": ("errors",),
     "format": ("errors",),
     "processes": ("errors", "format"),
     "device": ("errors", "format"),
-    "store": ("errors", "format"),
+    "store": ("schemes", "errors", "format"),
     "publish": ("errors", "format", "processes", "device", "store"),
     "update": ("errors", "format", "device"),
     "state": ("errors", "format", "device", "update"),
@@ -38,6 +39,7 @@ MAY_IMPORT = {
     ),
     "restore": ("errors", "layout", "format", "device", "store", "update"),
     "adapter": (
+        "schemes",
         "errors",
         "schedule",
         "layout",
@@ -62,7 +64,7 @@ MAY_IMPORT = {
         "adapter",
         "publish",
     ),
-    "cli": ("errors", "layout", "store", "update", "tools", FACADE),
+    "cli": ("schemes", "errors", "layout", "store", "update", "tools", FACADE),
     "v1": ("adapter",),
 }
 """Rooms, lowest first, and the rooms that each may import: a design decision, made here."""

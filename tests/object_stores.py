@@ -23,7 +23,10 @@ from dataclasses import asdict, dataclass, field
 from typing import Any
 
 import aiohttp
+import fsspec
 from aiohttp import web
+
+from adacheck_jax.schemes import SCHEMES
 
 BUCKET = "bucket"
 _CONTROL = "/proxy-control/"
@@ -298,12 +301,16 @@ def s3(listener: socket.socket | None = None) -> Iterator[Store]:
         )
 
 
+SERVERS = {"gs": gcs, "s3": s3}
+"""A server for each scheme; it answers at the scheme's endpoint."""
+
+
 @contextlib.contextmanager
 def served(kind: str) -> Iterator[str]:
     """A store, and its proxy, in a process of their own; sets this process's environment.
 
     Args:
-        kind: ``gcs`` or ``s3``.
+        kind: one of :data:`SERVERS`.
 
     Yields:
         URL of the bucket.
@@ -330,18 +337,15 @@ def taken(bucket: str, delay_s: float) -> list[dict[str, Any]]:
         bucket: URL of the store's bucket; the environment may name other stores too.
         delay_s: pause before each answer from now on.
     """
-    variable = "AWS_ENDPOINT_URL" if bucket.startswith("s3://") else "STORAGE_EMULATOR_HOST"
-    with urllib.request.urlopen(f"{os.environ[variable]}{_CONTROL}{delay_s}") as answer:
+    endpoint = os.environ[SCHEMES[bucket.partition(":")[0]].endpoint]
+    with urllib.request.urlopen(f"{endpoint}{_CONTROL}{delay_s}") as answer:
         return json.loads(answer.read())
 
 
 def forget_listings() -> None:
     """Makes Orbax's file systems look again: they remember listings, whoever changes the store."""
-    import gcsfs
-    import s3fs
-
-    for kind in (gcsfs.GCSFileSystem, s3fs.S3FileSystem):
-        for each in [*kind._cache.values()]:
+    for scheme in SCHEMES:
+        for each in [*fsspec.get_filesystem_class(scheme)._cache.values()]:
             each.invalidate_cache()
 
 
@@ -357,6 +361,6 @@ def _post(url: str, body: Any) -> None:
 
 
 if __name__ == "__main__":
-    with {"gcs": gcs, "s3": s3}[sys.argv[1]]() as opened:
+    with SERVERS[sys.argv[1]]() as opened:
         print(json.dumps([opened.url, opened.environment]), flush=True)
         sys.stdin.read()

@@ -28,7 +28,8 @@ from jax.sharding import AxisType, NamedSharding, PartitionSpec
 import adacheck_jax as adacheck
 from adacheck_jax.adapter.restoring.restorer import StepRestorer
 from adacheck_jax.adapter.stock.base_checkpoint import StockCheckpoints
-from adacheck_jax.format.encodings import planes as codecs
+from adacheck_jax.format.encodings.planes import word_bytes
+from adacheck_jax.format.encodings.table import ENCODINGS
 from adacheck_jax.format.manifest import BaseManifest
 from adacheck_jax.restore.deltas import delta_reader
 from adacheck_jax.store import volumes
@@ -378,17 +379,15 @@ def filled(size_bytes, blocks):
     return data
 
 
-def planes_of(encoding, new, old=None):
-    """The planes of some elements, the lowest first."""
-    width_bytes = codecs.word_bytes(new.dtype)
-    planes = np.empty((width_bytes, new.nbytes // width_bytes), np.uint8)
-    codecs.encode(encoding, new, old, planes, planes[:0])
-    return planes
-
-
-def without_planes(encoding, block, planes):
-    """Undoes :func:`planes_of`, in place."""
-    codecs.decode(encoding, block, planes, planes[:0])
+def encoded(encoding, new, old=None):
+    """Bytes of a block in both arrays of a pack, in any encoding."""
+    if (how := ENCODINGS[encoding]).has_own_size:
+        code = how.code(new)
+        return code.body, code.rest
+    parts = how.parts(new.nbytes, word_bytes(new.dtype), None)
+    low, high = (np.empty(n, np.uint8) for n in (parts.raw_bytes, parts.compressed_bytes))
+    how.encode(new, old, low, high)
+    return low, high
 
 
 def with_flipped_data(content: bytes, bits: int = 1) -> bytes:

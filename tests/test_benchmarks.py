@@ -66,7 +66,7 @@ def test_every_way_keeps_every_step():
 @pytest.mark.slow
 def test_object_stores_are_measured_beside_stock_orbax():
     size = {"params": 10_000, "leaves": 2, "saves": 3}
-    found = measured("stores", kind="gcs", delay_ms=0, **size)["rows"]
+    found = measured("stores", kind="gs", delay_ms=0, **size)["rows"]
     assert found["delta"]["own_requests"] == 5, "and one that lists its lineage"
     assert found["delta"]["requests"] > 6
     assert found["stock Orbax"]["own_requests"] == 0

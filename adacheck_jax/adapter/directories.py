@@ -13,17 +13,11 @@ from etils import epath
 from orbax.checkpoint.future import CommitFutureAwaitingContractedSignals
 
 from adacheck_jax.errors import AdaCheckError, StorageError, first_line, is_refusal
+from adacheck_jax.schemes import SCHEMES, no_answer, scheme_of, shown
 from adacheck_jax.store.steps import roots
 from adacheck_jax.store.steps.marks import STEP_METADATA, is_told_by_names
 from adacheck_jax.store.steps.roots import Place
-from adacheck_jax.store.storage.location import AnyPath, Location, at, located
-from adacheck_jax.store.storage.schemes import (
-    SCHEMES,
-    expect_client,
-    no_answer,
-    scheme_of,
-    shown,
-)
+from adacheck_jax.store.storage.location import AnyPath, Location, at, expect_client, located
 
 _DIRECTORIES_S = 5.0
 """Longest wait of a refused save for Orbax's directories."""

@@ -53,7 +53,7 @@ def checkpoint_manager(
     metadata: Mapping[str, Any] | None = None,
     **handler: Unpack[HandlerOptions],
 ) -> AdaCheckManager:
-    """A stock Orbax manager that saves every step, on a local disk, ``gs://`` or ``s3://``.
+    """A stock Orbax manager that saves every step, on a local disk or in a bucket.
 
     ::
 

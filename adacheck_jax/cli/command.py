@@ -17,15 +17,15 @@ import typer
 from typer.core import TyperGroup
 
 from adacheck_jax.errors import AdaCheckError, StorageError
+from adacheck_jax.schemes import no_answer, shown
 from adacheck_jax.store.storage.location import AnyPath, at, located
-from adacheck_jax.store.storage.schemes import no_answer
 from adacheck_jax.tools.steps import InputError, Progress, quiet
 
 Report = TypeVar("Report")
 Root = Annotated[
     str,
     typer.Argument(
-        metavar="ROOT", help="Directory or URL (gs://, s3://) given to the checkpoint manager."
+        metavar="ROOT", help=f"Directory or URL ({shown('')}) given to the checkpoint manager."
     ),
 ]
 Target = Annotated[

@@ -149,9 +149,7 @@ def _copied(report: CopyReport) -> bool:
 @command(_GROUP, _show_copy, _copied)
 def cp(
     root: Root,
-    dest: Annotated[
-        str, typer.Argument(metavar="DEST", help="Another root: a directory, gs:// or s3://.")
-    ],
+    dest: Annotated[str, typer.Argument(metavar="DEST", help="Another root: a directory or URL.")],
 ) -> CopyReport:
     """Copy the steps of a checkpoint root to another one, on a disk or in a bucket.
 

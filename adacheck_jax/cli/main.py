@@ -39,7 +39,7 @@ def _main(
 ) -> None:
     """Look at checkpoints in which every training step is a base or a delta.
 
-    ROOT is the directory or URL (gs://, s3://) that the checkpoint manager was given. STEP is a
+    ROOT is the directory or URL of a bucket that the checkpoint manager was given. STEP is a
     number, latest, or a place counted from the newest step: -1 is the newest, -2 the one before.
 
     Exit codes: 0 all is well; 1 a step is damaged, or what was looked for was found to be

@@ -13,7 +13,6 @@ import itertools
 import math
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
-from enum import StrEnum
 from typing import Any
 
 from adacheck_jax.format.boxes import Box, Cuts, chunk_shape, grid
@@ -39,29 +38,6 @@ process on some (``r16``).
 """
 NOT_STORED = frozenset({"int1", "uint1", "float6_e2m3fn", "float6_e3m2fn", "float8_e4m3"})
 """Those of them that tensorstore 0.1.86 does not store."""
-
-
-class Encoding(StrEnum):
-    """Encoding of one process's boxes of one leaf in a delta.
-
-    Attributes:
-        RAW: elements as they are.
-        EXPONENTS: planes of bytes, of which the highest is compressed.
-        PLANES: planes of bytes, all of them compressed.
-        CODED: a code of mostly zero or few distinct elements, whose length the pack's manifest
-            says.
-        XOR, SUBTRACT: compressed planes of a bit-pattern difference from the parent step.
-        SAME: nothing is stored; the elements are those that the update computes, else the
-            parent's.
-    """
-
-    RAW = "r"
-    EXPONENTS = "e"
-    PLANES = "p"
-    CODED = "c"
-    XOR = "x"
-    SUBTRACT = "s"
-    SAME = "="
 
 
 @dataclass(frozen=True, slots=True)
@@ -228,13 +204,14 @@ class Pack:
     """One process's section of a pack: the boxes that it wrote for one delta.
 
     Attributes:
-        encodings: one :class:`Encoding` letter for each stored leaf.
+        encodings: one :class:`~adacheck_jax.format.encodings.form.Encoding` letter for
+            each stored leaf.
         aliases: pairs of extents, numbered in plan order: the first equals the second, an earlier
             one, and has no place of its own.
         raw_bytes, compressed_bytes: sizes of the section in either array, runs of zeros included.
         raw_zeros, compressed_zeros: half-open ranges of blocks of zeros that were not stored. Other
             missing blocks are lost.
-        coded: bytes in either array of each extent that is ``CODED``, in plan order.
+        coded: bytes in either array of each extent that has its own size, in plan order.
     """
 
     encodings: str

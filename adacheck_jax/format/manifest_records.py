@@ -17,6 +17,7 @@ import typing
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, TypeVar
 
+from adacheck_jax.format.encodings.form import Encoding
 from adacheck_jax.format.manifest import (
     CHECKS,
     DESCRIPTIONS,
@@ -24,7 +25,6 @@ from adacheck_jax.format.manifest import (
     BaseManifest,
     Delta,
     DeltaManifest,
-    Encoding,
     Grid,
     Leaf,
     Pack,
@@ -264,7 +264,8 @@ def _check_pairs(pairs: Sequence[tuple[int, int]], first_end: int, second_end: i
 
 def _check_pack(pack: Pack) -> None:
     if not frozenset(Encoding).issuperset(pack.encodings):
-        raise ValueError(f"unknown encodings in {shown(pack.encodings)}")
+        known, found = "".join(Encoding), shown(pack.encodings)
+        raise ValueError(f"encodings {known} are known, found {found}, perhaps of a later release")
     for ranges in (pack.raw_zeros, pack.compressed_zeros):
         borders = [border for each in ranges for border in each]
         if any(a >= b for a, b in itertools.pairwise(borders)):  # adjoining ranges would be one

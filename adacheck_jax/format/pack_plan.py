@@ -10,8 +10,9 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from adacheck_jax.format.boxes import Box
-from adacheck_jax.format.encodings.table import ENCODINGS, BlockEncoding, Parts
-from adacheck_jax.format.manifest import Encoding, Leaf
+from adacheck_jax.format.encodings.form import BlockEncoding, Encoding, Parts
+from adacheck_jax.format.encodings.table import ENCODINGS
+from adacheck_jax.format.manifest import Delta, Leaf
 
 Spans = list[tuple[int, int]]
 """Half-open byte ranges."""
@@ -74,7 +75,7 @@ class Extent:
         if self.how.has_own_size:
             low, high = self.raw_start, self.compressed_start
             return [(low, low + self.raw_bytes)], [(high, high + self.compressed_bytes)]
-        plane_count, compressed = self.parts.planes or 1, self.parts.compressed
+        plane_count, compressed = self.parts.planes, self.parts.compressed
         plane_bytes = self.size_bytes // plane_count
         first, last = 0, plane_bytes
         if self.box.start:
@@ -108,6 +109,13 @@ class WritePlan:
 
 Pairs = Sequence[tuple[int, int]]
 """Aliases or sizes of one process's extents; see ``manifest.Pack``."""
+
+
+def plan_of(leaves: Sequence[Leaf], delta: Delta) -> WritePlan:
+    """The plan of a delta, as its manifest tells it; raises as :func:`plan_delta`."""
+    packs = delta.packs
+    told = [[getattr(pack, name) for pack in packs] for name in ("encodings", "aliases", "coded")]
+    return plan_delta(leaves, delta.stored, *told)
 
 
 def plan_delta(

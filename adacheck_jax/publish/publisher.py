@@ -57,7 +57,7 @@ class Publisher(Closing):
     it at the end, or use it in a ``with`` statement.
 
     Args:
-        root: directory or URL (``gs://``, ``s3://``) of its own, not that of a checkpoint manager.
+        root: directory or bucket's URL of its own, not that of a checkpoint manager.
         params_path: leaf path of the params in the states that are published; None if the params
             themselves are.
         base_every: largest number of versions between bases; there is one sooner if the deltas

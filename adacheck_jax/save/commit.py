@@ -12,11 +12,11 @@ from contextlib import AbstractContextManager
 import jax
 
 from adacheck_jax.errors import AdaCheckError, storage_named
+from adacheck_jax.format.encodings.form import Encoding
 from adacheck_jax.format.manifest import (
     BaseManifest,
     Delta,
     DeltaManifest,
-    Encoding,
     Grid,
     Link,
     Manifest,

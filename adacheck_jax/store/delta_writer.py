@@ -10,9 +10,9 @@ import numpy as np
 
 from adacheck_jax.format import pack_plan
 from adacheck_jax.format.boxes import Blocks, Box
-from adacheck_jax.format.encodings import choice
-from adacheck_jax.format.encodings.codes import Code
-from adacheck_jax.format.manifest import Encoding, Leaf
+from adacheck_jax.format.encodings import table
+from adacheck_jax.format.encodings.form import Candidate, Choice, Code, Encoding
+from adacheck_jax.format.manifest import Leaf
 from adacheck_jax.format.pack_plan import Extent, Pairs, WritePlan
 from adacheck_jax.store import equality
 from adacheck_jax.store.host_memory import ReusedMemory
@@ -172,12 +172,12 @@ class DeltaWriter:
                 pairs.append((i, chosen[first]))
         return pairs
 
-    def _chosen(self, index: int) -> tuple[Encoding, Mapping[Box, Code]]:
+    def _chosen(self, index: int) -> Choice:
         """Encoding of this process's boxes of one leaf, with the codes of one of its own size."""
-        blocks, last = self.blocks[index], self.encodings.choices
-        compresses, previous = self.compression != "none", self.previous.get(index)
-        letter, made = choice.choose(blocks, previous, last.get(index), compresses=compresses)
-        if letter in choice.LASTING:
+        last, compresses = self.encodings.choices, self.compression != "none"
+        known = self.previous.get(index), last.get(index)
+        letter, made = table.choose(Candidate(self.blocks[index], *known, compresses))
+        if letter is not Encoding.SAME and table.ENCODINGS[letter].lasts:
             last[index] = letter
         return letter, made
 

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from adacheck_jax.format.encodings.form import Encoding
 from adacheck_jax.format.encodings.table import ENCODINGS
-from adacheck_jax.format.manifest import BaseManifest, Delta, Encoding, Update
+from adacheck_jax.format.manifest import BaseManifest, Delta, Update
 from adacheck_jax.store.steps import folders
 from adacheck_jax.store.steps.lineage import Lineage
 from adacheck_jax.store.storage.location import AnyPath

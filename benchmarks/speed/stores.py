@@ -32,7 +32,7 @@ def run(root: str, kind: str, delay_ms: float, params: int, leaves: int, saves: 
 
     Args:
         root: folder, which is not used.
-        kind: ``gcs`` or ``s3``.
+        kind: its scheme.
         delay_ms: what each request takes longer.
         params: number of params.
         leaves: arrays of params; AdamW makes four of each.

@@ -14,6 +14,7 @@ from typer.testing import CliRunner
 import adacheck_jax as adacheck
 from adacheck_jax.cli.main import app
 from adacheck_jax.errors import LineageError, StorageError
+from adacheck_jax.schemes import SCHEMES, scheme_of
 from adacheck_jax.store.steps import manifest_file, marks, roots
 from adacheck_jax.store.storage.location import at, located
 from adacheck_jax.tools import audit
@@ -29,8 +30,10 @@ from tests.support import (
     save_steps,
 )
 
+FIRST, *OTHERS = SCHEMES
 
-@pytest.fixture(params=["gcs", pytest.param("s3", marks=pytest.mark.slow)])
+
+@pytest.fixture(params=[FIRST, *(pytest.param(x, marks=pytest.mark.slow) for x in OTHERS)])
 def store(request):
     found = request.getfixturevalue(request.param)
     yield found
@@ -52,7 +55,7 @@ def manager_of(root, run, keep=None, **options):
 
 
 def stock_manager(root, handler, **options):
-    if root.startswith("s3"):  # as Orbax does by itself on gs://
+    if not scheme_of(root).orbax_knows:
         mode = ocp.options.AtomicityMode.COMMIT_FILE
         options["atomicity_options"] = ocp.options.AtomicityOptions(mode=mode)
     options = ocp.CheckpointManagerOptions(**options)
@@ -84,7 +87,7 @@ def test_steps_are_saved_retained_and_restored_on_other_meshes(root, caplog):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("store", ["gcs"], indirect=True)  # of S3 tensorstore asks twice
+@pytest.mark.parametrize("store", ["gs"], indirect=True)  # of S3 tensorstore asks twice
 def test_a_delta_is_six_requests(root, store):
     run = dict_run(mesh_of((1, 1)))
     with manager_of(root, run) as manager:
@@ -182,7 +185,7 @@ def test_a_server_that_fails_for_a_while_costs_no_step(root, store):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("store", ["gcs"], indirect=True)  # its conditions are in the address
+@pytest.mark.parametrize("store", ["gs"], indirect=True)  # its conditions are in the address
 def test_an_answer_that_is_lost_costs_no_step(root, store):
     run, lost = dict_run(mesh_of((1, 1))), set()
 
@@ -255,7 +258,7 @@ def test_numbers_and_keys_are_saved_on_s3_and_restored_as_what_they_were(s3):
         assert isinstance(described["number"], ocp.metadata.ScalarMetadata)
 
 
-@pytest.mark.parametrize("store", ["gcs"], indirect=True)  # a checkpointer renames elsewhere
+@pytest.mark.parametrize("store", ["gs"], indirect=True)  # a checkpointer renames elsewhere
 @pytest.mark.parametrize("place", ["run_7/5", "run_7/final", "final", "20261123/step_5"])
 def test_a_checkpointer_and_a_handler_alone_save_under_any_name(root, place):
     run, handler = dict_run(mesh_of((1, 1))), adacheck.AdaCheckHandler()

@@ -16,13 +16,15 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+from adacheck_jax.schemes import SCHEMES
+
 _SHARED: dict[str, dict[str, Any]] = {
     "count": {"type": int, "help": "trials (default %(default)s)"},
     "seed": {"type": int, "help": "seed of the first random choice (default %(default)s)"},
     "minutes": {"type": float, "help": "begin no trial after so many minutes"},
     "directory": {"type": Path, "help": "empty directory to work in"},
     "json": {"action": "store_true", "help": "print JSON instead of a table"},
-    "store": {"choices": ("gcs", "s3"), "help": "object store to save into"},
+    "store": {"choices": (*SCHEMES,), "help": "object store to save into"},
     "size": {"choices": ("small", "full"), "help": "small or full (default %(default)s)"},
 }
 

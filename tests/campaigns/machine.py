@@ -83,7 +83,7 @@ def campaign(
         directory: directory to work in; must exist.
         seed: seed of the first world.
         trials: as many as lives are to be.
-        store: ``gcs`` or ``s3``; empty for the disk.
+        store: its scheme; empty for the disk.
     """
     tally, world, rng = Tally(), None, random.Random(seed)
     with contextlib.ExitStack() as stack:
@@ -158,7 +158,7 @@ def found_by(
         directory: directory to work in.
         seed: seed of all choices.
         minutes: minutes after which no trial of a profile begins.
-        store: ``gcs`` or ``s3``; empty for the disk.
+        store: its scheme; empty for the disk.
     """
     needs = {PROFILES[name].needs for name, _ in named if name in PROFILES}
     lacks = _lacks(needs, directory)

@@ -20,6 +20,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from adacheck_jax.schemes import SCHEMES
 from benchmarks.common import free_port
 from tests.campaigns import beside, command, shim
 from tests.campaigns.profiles import Profile
@@ -709,7 +710,7 @@ class Server:
         self._process = subprocess.Popen(parts, env=environment, text=True, **pipes)
         assert self._process.stdout is not None
         self.url, found = json.loads(self._process.stdout.readline())
-        self._endpoint = found.get("AWS_ENDPOINT_URL") or found["STORAGE_EMULATOR_HOST"]
+        self._endpoint = found[SCHEMES[kind].endpoint]
         os.environ.update(found)
 
     def leave(self, does: str) -> None:

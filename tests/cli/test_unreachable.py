@@ -12,6 +12,7 @@ from pathlib import Path
 
 import pytest
 
+from adacheck_jax.schemes import SCHEMES
 from adacheck_jax.store.storage import kvstore
 from adacheck_jax.store.storage.location import Location
 from tests import processes
@@ -59,28 +60,18 @@ def refusing() -> Iterator[str]:
         thread.join()
 
 
-STORES = pytest.mark.parametrize(
-    ("url", "variable", "remedy"),
-    [
-        ("gs://bucket/run", "TENSORSTORE_GCS_HTTP_URL", "gcloud auth"),
-        ("s3://bucket/run", "AWS_ENDPOINT_URL", "AWS_ACCESS_KEY_ID"),
-    ],
-)
-
-
 @pytest.mark.slow
-@STORES
-def test_a_store_that_refuses_is_told_soon_and_so_are_missing_credentials(
-    url, variable, remedy, tmp_path, refusing
-):
+@pytest.mark.parametrize("name", SCHEMES)
+def test_a_store_that_refuses_is_told_soon_and_so_are_missing_credentials(name, tmp_path, refusing):
+    url, scheme = f"{name}://bucket/run", SCHEMES[name]
     with silent(listens=False) as endpoint:
-        told = listed(url, tmp_path, **{variable: endpoint, "AWS_REGION": "us-east-1"})
+        told = listed(url, tmp_path, **{"AWS_REGION": "us-east-1", scheme.endpoint: endpoint})
     assert told.startswith(f"adacheck: {url}: expected an object store that answers, found: ")
     assert "Could not connect to server" in told
-    assert remedy in told
-    told = listed(url, tmp_path, **{variable: refusing, "AWS_REGION": "us-east-1"})
+    assert scheme.credentials in told
+    told = listed(url, tmp_path, **{"AWS_REGION": "us-east-1", scheme.endpoint: refusing})
     assert "found: PERMISSION_DENIED" in told
-    assert remedy in told
+    assert scheme.credentials in told
 
 
 def test_a_store_that_never_answers_is_given_up(monkeypatch):

@@ -12,7 +12,8 @@ from typer.testing import CliRunner
 import adacheck_jax as adacheck
 from adacheck_jax.cli.main import app
 from adacheck_jax.errors import IntegrityError
-from adacheck_jax.format.manifest import BaseManifest, Encoding
+from adacheck_jax.format.encodings.form import Encoding
+from adacheck_jax.format.manifest import BaseManifest
 from adacheck_jax.store.steps import roots
 from tests import support
 from tests.save.loop import Loop

@@ -13,6 +13,7 @@ import pytest
 
 import adacheck_jax as adacheck
 from adacheck_jax.format import manifest
+from adacheck_jax.schemes import SCHEMES
 from adacheck_jax.store.steps import roots
 from adacheck_jax.store.storage.location import located
 from adacheck_jax.tools import audit
@@ -123,7 +124,7 @@ def test_where_one_process_writes_no_part_of_a_base_the_loop_writes_the_next(tmp
 
 @pytest.mark.slow
 @pytest.mark.first(1)
-@pytest.mark.parametrize("kind", ["gcs", "s3"])
+@pytest.mark.parametrize("kind", SCHEMES)
 def test_several_processes_save_into_an_object_store(tmp_path, request, kind):
     root = f"{request.getfixturevalue(kind).url}/{uuid.uuid4().hex}"
     launch("save", 2, root, tmp_path / "out", devices=2)

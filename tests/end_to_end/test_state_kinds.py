@@ -19,7 +19,7 @@ from safetensors.numpy import load_file
 
 import adacheck_jax as adacheck
 from adacheck_jax.device import trees
-from adacheck_jax.format.manifest import Encoding
+from adacheck_jax.format.encodings.form import Encoding
 from adacheck_jax.store.storage.location import located
 from adacheck_jax.tools.audit import verify_root
 from adacheck_jax.tools.handover.export import export

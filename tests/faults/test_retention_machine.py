@@ -631,8 +631,8 @@ def sizes(examples: int, **options: Any) -> settings:
 
 
 @pytest.fixture
-def served(gcs):
-    RetentionInStore.url = gcs.url
+def served(gs):
+    RetentionInStore.url = gs.url
 
 
 # The same examples each time; `python -m tests.campaigns.machine --profile any-order` tries others.

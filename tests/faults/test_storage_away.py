@@ -493,7 +493,7 @@ def test_what_follows_a_save_that_is_lost_is_named(tmp_path, monkeypatch):
 @pytest.mark.parametrize(
     ("kind", "status"),
     [
-        ("gcs", 403),
+        ("gs", 403),
         pytest.param("s3", 403, marks=pytest.mark.campaign),
         pytest.param("s3", 503, marks=pytest.mark.campaign),  # clients try for half a minute
     ],

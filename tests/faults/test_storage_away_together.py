@@ -12,6 +12,7 @@ import pytest
 
 import adacheck_jax as adacheck
 from adacheck_jax.format.manifest import BaseManifest
+from adacheck_jax.schemes import SCHEMES
 from adacheck_jax.store.steps import roots
 from adacheck_jax.store.storage.location import located
 from tests import support
@@ -105,7 +106,7 @@ def test_whatever_happens_to_a_process_no_step_is_lost(seed, tmp_path):
 
 @pytest.mark.slow
 @pytest.mark.first(1)
-@pytest.mark.parametrize("kind", ["gcs", "s3"])
+@pytest.mark.parametrize("kind", SCHEMES)
 def test_in_a_bucket_no_process_reads_in_the_loop(kind, request, tmp_path):
     root = f"{request.getfixturevalue(kind).url}/together"
     for each in run_of("pack-1-refuse", tmp_path, root):

@@ -9,6 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from adacheck_jax.format.encodings import codes, planes
+from adacheck_jax.format.encodings.form import MAX_HEAD_BYTES
 from tests.strategies import DTYPES, any_bits
 
 seeds = st.integers(0, 2**32)
@@ -53,7 +54,7 @@ def blocks(draw):
 def test_every_bit_comes_back_and_codes_that_are_cut_or_longer_are_refused(block):
     stream = stream_of(block)
     assert words_of(decoded(stream, block)) == words_of(block)
-    assert stream.size <= block.nbytes + codes.MAX_HEAD_BYTES
+    assert stream.size <= block.nbytes + MAX_HEAD_BYTES
     for length in {0, stream.size // 2, stream.size - 1}:
         with pytest.raises(ValueError, match="code"):
             decoded(stream[:length], block)

@@ -10,12 +10,12 @@ from hypothesis import strategies as st
 
 from adacheck_jax.errors import FormatError, IntegrityError
 from adacheck_jax.format import manifest_json, manifest_records
+from adacheck_jax.format.encodings.form import Encoding
 from adacheck_jax.format.manifest import (
     NO_CAUTION,
     BaseManifest,
     Caution,
     DeltaManifest,
-    Encoding,
     Grid,
     Leaf,
     Link,

@@ -8,9 +8,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from adacheck_jax.format.boxes import Box
 from adacheck_jax.format.encodings import planes as codecs
-from adacheck_jax.format.manifest import Encoding
-from tests import support
+from adacheck_jax.format.encodings import table
+from adacheck_jax.format.encodings.form import Candidate, Encoding
+from adacheck_jax.format.encodings.table import ENCODINGS
 from tests.strategies import DTYPES, any_bits
 
 DIFFERENCES = (Encoding.XOR, Encoding.SUBTRACT)
@@ -19,6 +21,14 @@ EACH = pytest.mark.parametrize("encoding", [*DIFFERENCES, *WHOLE])
 EACH_DTYPE = pytest.mark.parametrize("dtype", DTYPES)
 
 seeds = st.integers(0, 2**32)
+
+
+def planes_of(encoding, new, old=None):
+    """The planes of some elements, the lowest first."""
+    width_bytes = codecs.word_bytes(new.dtype)
+    planes = np.empty((width_bytes, new.nbytes // width_bytes), np.uint8)
+    ENCODINGS[encoding].encode(new, old, planes, planes[:0])
+    return planes
 
 
 def words_of(array):
@@ -39,7 +49,7 @@ def stored_word(encoding, new, old, bits):
 def check(encoding, new, old):
     """The planes are the bytes of the stored words, lowest first, and give the new bits back."""
     before = new.tobytes(), old.tobytes()
-    planes = support.planes_of(encoding, new, old)
+    planes = planes_of(encoding, new, old)
     assert (new.tobytes(), old.tobytes()) == before
     width = codecs.word_bytes(new.dtype)
     pairs = zip(words_of(new).tolist(), words_of(old).tolist(), strict=True)
@@ -47,11 +57,11 @@ def check(encoding, new, old):
     expected = [[word >> 8 * place & 0xFF for word in words] for place in range(width)]
     assert (planes.dtype, planes.tolist()) == (np.uint8, expected)
     if encoding in WHOLE:
-        assert support.planes_of(encoding, new).tobytes() == planes.tobytes()
+        assert planes_of(encoding, new).tobytes() == planes.tobytes()
         old = np.zeros_like(old)
     planes.flags.writeable = False
     block = old.copy()
-    support.without_planes(encoding, block, planes)
+    ENCODINGS[encoding].decode(block, planes, planes[:0])
     assert (block.dtype, block.shape, block.tobytes()) == (new.dtype, new.shape, before[0])
 
 
@@ -105,17 +115,32 @@ def test_many_words_are_split_block_by_block(encoding, size, low_count):
     rng = np.random.default_rng(size)
     old, new = (rng.integers(0, 2**32, size, np.uint32) for _ in range(2))
     low, high = np.empty((low_count, size), np.uint8), np.empty((4 - low_count, size), np.uint8)
-    codecs.encode(encoding, new, old, low, high)
-    assert np.array_equal(np.concatenate([low, high]), support.planes_of(encoding, new, old))
-    codecs.decode(encoding, old, low, high)
+    ENCODINGS[encoding].encode(new, old, low, high)
+    assert np.array_equal(np.concatenate([low, high]), planes_of(encoding, new, old))
+    ENCODINGS[encoding].decode(old, low, high)
     assert np.array_equal(old, new)
 
 
 # The choice of an encoding.
 
 
+def of_planes(blocks, previous=None):
+    """The choice if there were no other encodings than planes."""
+    new, old = (
+        None if given is None else {Box((n,), (n + 1,)): each for n, each in enumerate(given)}
+        for given in (blocks, previous)
+    )
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(table, "MODULES", (codecs,))
+        return table.choose(Candidate(new, old, None, compresses=old is None))[0]
+
+
+def of_difference(pairs):
+    return of_planes(*zip(*pairs, strict=True))
+
+
 def stored_bytes(encoding, new, old=None):
-    return len(zlib.compress(support.planes_of(encoding, new, old), 1))
+    return len(zlib.compress(planes_of(encoding, new, old), 1))
 
 
 @EACH_DTYPE
@@ -127,9 +152,9 @@ def test_a_leaf_is_the_same_only_if_no_bit_of_any_block_differs(dtype, seed, dat
     new.view(np.uint8).reshape(-1)[flipped] ^= 1 << (
         data.draw(st.integers(0, 7)) * (dtype != "bool")
     )
-    assert codecs.choose_difference([(old, old), (new, old), (old, old)]) is not Encoding.SAME
-    assert codecs.choose_difference(iter([(old.copy(), old)] * 3)) is Encoding.SAME
-    assert codecs.choose_difference([]) is Encoding.SAME
+    assert of_difference([(old, old), (new, old), (old, old)]) is not Encoding.SAME
+    assert of_difference([(old.copy(), old)] * 3) is Encoding.SAME
+    assert of_planes([]) is Encoding.SAME
 
 
 RNG = np.random.default_rng(0)
@@ -175,12 +200,12 @@ SUBTRACTED = {
 @pytest.mark.parametrize("name", SUBTRACTED)
 def test_subtraction_is_chosen_where_it_takes_fewer_bytes(name):
     new, old = SUBTRACTED[name]
-    assert codecs.choose_difference([(new, old)]) is Encoding.SUBTRACT
+    assert of_difference([(new, old)]) is Encoding.SUBTRACT
     xor, subtract = (stored_bytes(each, new, old) for each in DIFFERENCES)
     assert subtract < xor < 1.1 * old.nbytes
     square = [each[:8100].reshape(90, 90) for each in (new, old)]
     pair = np.copy(square[0], order="F"), square[1]
-    assert codecs.choose_difference([pair]) is Encoding.SUBTRACT
+    assert of_difference([pair]) is Encoding.SUBTRACT
 
 
 ALIKE, COUNTED = (COUNTS, COUNTS), (COUNTS[:6000] + 1, COUNTS[:6000])
@@ -232,19 +257,19 @@ BY_ITSELF = {
 def test_a_changed_leaf_is_stored_in_its_best_way(name):
     blocks, letters = CHANGED[name]
     for each in (blocks, blocks[::-1]):
-        assert codecs.choose_difference(iter(each)) in letters
+        assert of_difference(each) in letters
 
 
 @pytest.mark.parametrize("name", BY_ITSELF)
 def test_a_leaf_by_itself_is_stored_in_its_best_way(name):
     blocks, letters = BY_ITSELF[name]
     for each in (blocks, blocks[::-1]):
-        assert codecs.choose_whole(iter(each)) in letters
+        assert of_planes(each) in letters
 
 
 @EACH_DTYPE
 def test_random_bits_of_any_type_are_stored_as_they_are(dtype):
     bits = any_bits(RNG, (2, 60_000), dtype)
     expected = Encoding.RAW if dtype != "bool" else Encoding.EXPONENTS
-    assert codecs.choose_whole([bits[0]]) is expected
-    assert codecs.choose_difference([tuple(bits)]) is expected
+    assert of_planes([bits[0]]) is expected
+    assert of_difference([tuple(bits)]) is expected

@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Any
 
 from adacheck_jax.format import manifest, manifest_json, manifest_records, pack_plan
-from adacheck_jax.format.encodings import codes
+from adacheck_jax.format.encodings.form import MAX_HEAD_BYTES, Encoding
 from adacheck_jax.format.manifest_records import MAX_STATE_BYTES
 from adacheck_jax.restore.deltas import delta_reader
 from adacheck_jax.store.steps import lookup, manifest_file
@@ -45,7 +45,7 @@ TEXTS = [
     ),
     *("r16", "V8", "object", "O", "S4", "float128", "int4", "complex64", "bfloat16", "bool", "f4"),
     *("..", "../10", "../../10/x", "/etc", "../../../etc", ".", "a/../..", "../cpu", "0", "cpu"),
-    *("=", "r", "e", "p", "c", "x", "s", "base", "delta"),
+    *(*Encoding, "base", "delta"),
 ]
 
 
@@ -126,17 +126,13 @@ def _file(body: Any, rng: random.Random) -> bytes:
 
 def _check_plan(leaves: Sequence[manifest.Leaf], delta: manifest.Delta) -> None:
     """What a reader relies on when it allocates and reads."""
-    encodings = [pack.encodings for pack in delta.packs]
-    aliases = [pack.aliases for pack in delta.packs]
-    coded = [pack.coded for pack in delta.packs]
-    plan = pack_plan.plan_delta(leaves, delta.stored, encodings, aliases, coded)
-    for extent in plan.extents:
+    for extent in pack_plan.plan_of(leaves, delta).extents:
         leaf, pack = leaves[extent.leaf], delta.packs[extent.process]
         assert all(
             0 <= a <= b <= n
             for a, b, n in zip(extent.box.start, extent.box.stop, leaf.shape, strict=True)
         )
-        assert extent.size_bytes <= leaf.nbytes + codes.MAX_HEAD_BYTES
+        assert extent.size_bytes <= leaf.nbytes + MAX_HEAD_BYTES
         assert leaf.nbytes <= MAX_STATE_BYTES
         assert 0 <= extent.raw_start <= extent.raw_start + extent.raw_bytes <= pack.raw_bytes
         end = extent.compressed_start + extent.compressed_bytes

@@ -23,13 +23,14 @@ from adacheck_jax.publish.reading import VersionReader
 from adacheck_jax.publish.records import Stored, Version
 from adacheck_jax.publish.root import BASES, VERSIONS, Root
 from adacheck_jax.publish.weights import Weights
+from adacheck_jax.schemes import SCHEMES
 from adacheck_jax.store.storage.location import at, located
 from adacheck_jax.store.storage.posix import Posix
 from tests.publish.states import Training, abstract, bits, in_memory
 from tests.support import mesh_of
 
 
-@pytest.fixture(params=["file", "memory", "gcs", "s3"])
+@pytest.fixture(params=["file", "memory", *SCHEMES])
 def root(request, tmp_path):
     if request.param == "file":
         return tmp_path / "weights"

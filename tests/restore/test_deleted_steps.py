@@ -338,8 +338,8 @@ def test_a_parent_that_goes_alone_is_no_damage(referring, order, stride, tmp_pat
 
 
 @pytest.mark.slow
-def test_in_an_object_store(gcs):
-    root = epath.Path(f"{gcs.url}/{uuid.uuid4().hex}")
+def test_in_an_object_store(gs):
+    root = epath.Path(f"{gs.url}/{uuid.uuid4().hex}")
     keep = adacheck.KeepLineage(ocp.checkpoint_managers.LatestN(9))
     run, saved = saved_run(root, preservation_policy=keep)
     located(str(root / "5")).delete()

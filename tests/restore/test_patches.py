@@ -14,11 +14,11 @@ from adacheck_jax.errors import FormatError, IntegrityError
 from adacheck_jax.format import pack_plan
 from adacheck_jax.format.boxes import Box, grid
 from adacheck_jax.format.encodings import codes
+from adacheck_jax.format.encodings.form import Code, Encoding
 from adacheck_jax.format.encodings.table import ENCODINGS
 from adacheck_jax.format.manifest import (
     BaseManifest,
     DeltaManifest,
-    Encoding,
     Grid,
     Leaf,
     Link,
@@ -31,8 +31,8 @@ from tests import support
 from tests.strategies import DTYPES, any_bits, boxes_in, cuts, shape_of
 
 LINK = Link(0, "../0", "0" * 64)
-BY_ITSELF = (Encoding.RAW, Encoding.EXPONENTS, Encoding.PLANES, Encoding.CODED)
-STORING = [each for each in Encoding if each is not Encoding.SAME]
+BY_ITSELF = {letter for letter, each in ENCODINGS.items() if not each.needs_old}
+ROW_BY_ROW = [letter for letter, each in ENCODINGS.items() if not each.has_own_size]
 
 
 @dataclasses.dataclass
@@ -63,29 +63,21 @@ class Step:
         ]
         own_aliases = self.aliases[process] if self.aliases else ()
         aliases = [own_aliases if each == process else () for each in range(len(own))]
-        coded = {}
-        for position, index in enumerate(self.stored):
-            if self.encodings[process][position] == Encoding.CODED:
-                for box in self.leaves[index].boxes_of(process):
-                    coded[index, box] = codes.encode(self.new[index][box.slices])
-        sizes = tuple((code.body.size, code.rest.size) for code in coded.values())
+        content, sizes = {}, []
+        for index, letter in zip(self.stored, self.encodings[process], strict=True):
+            for box in self.leaves[index].boxes_of(process) if letter != Encoding.SAME else ():
+                new, old = (each[index][box.slices] for each in (self.new, self.old))
+                content[index, box] = low, high = support.encoded(letter, new, old)
+                if ENCODINGS[letter].has_own_size:
+                    sizes.append((low.size, high.size))
         own_sizes = [sizes if each == process else () for each in range(len(own))]
         plan = pack_plan.plan_delta(self.leaves, self.stored, own, aliases, own_sizes)
         skipped = {first for first, _ in own_aliases}
         raw, compressed = [], []
         for extent in (x for i, x in enumerate(plan.extents) if i not in skipped):
-            new, old = (leaf[extent.leaf][extent.box.slices] for leaf in (self.new, self.old))
-            if extent.encoding is Encoding.RAW:
-                raw.append((extent.raw_start, new))
-                continue
-            if extent.encoding is Encoding.CODED:
-                raw.append((extent.raw_start, coded[extent.leaf, extent.box].body))
-                compressed.append((extent.compressed_start, coded[extent.leaf, extent.box].rest))
-                continue
-            planes = support.planes_of(extent.encoding, new, old)
-            low = extent.parts.planes - extent.parts.compressed
-            raw.append((extent.raw_start, planes[:low]))
-            compressed.append((extent.compressed_start, planes[low:]))
+            low, high = content[extent.leaf, extent.box]
+            raw.append((extent.raw_start, low))
+            compressed.append((extent.compressed_start, high))
         sizes_bytes = plan.raw_bytes[process], plan.compressed_bytes[process]
         kinds = arrays.RAW, arrays.COMPRESSED
         contents = [
@@ -94,7 +86,7 @@ class Step:
         ]
         written = writer.write_pack(folders.pack_in(directory, process), contents)
         zeros = [left_out for (left_out,) in written]
-        return Pack(self.encodings[process], own_aliases, *sizes_bytes, *zeros, sizes)
+        return Pack(self.encodings[process], own_aliases, *sizes_bytes, *zeros, tuple(sizes))
 
     @property
     def base(self):
@@ -280,7 +272,12 @@ def test_parts_that_are_called_equal_and_cannot_be_are_an_error(aliases, tmp_pat
         step.reader(tmp_path, packs=(dataclasses.replace(pack, aliases=((1, 0),)),))
 
 
-@pytest.mark.parametrize("encoding", [each for each in STORING if each is not Encoding.CODED])
+def keeps_zeros(encoding):
+    zeros = np.zeros(8, np.float32)
+    return not np.concatenate(support.encoded(encoding, zeros, zeros)).any()
+
+
+@pytest.mark.parametrize("encoding", [*filter(keeps_zeros, ROW_BY_ROW)])
 @pytest.mark.parametrize("dtype", ["bfloat16", "float32", "complex64"])
 def test_rows_of_zeros_or_that_did_not_change_take_no_room(encoding, dtype, tmp_path):
     leaf = leaf_of(((0, 512, 1024), (0, 1024)), (0, 0), dtype)
@@ -289,13 +286,9 @@ def test_rows_of_zeros_or_that_did_not_change_take_no_room(encoding, dtype, tmp_
     step.new[0][100:103, 7:] = any_bits(np.random.default_rng(1), (3, 1017), dtype)
     reader = step.write(tmp_path)
     (pack,) = step.manifest.packs
-    size, planes = step.new[0].nbytes, leaf.word_bytes
-    compressed = {Encoding.RAW: 0, Encoding.EXPONENTS: size // planes}.get(encoding, size)
-    assert (pack.raw_bytes, pack.compressed_bytes) == (size - compressed, compressed)
-    assert (bool(pack.raw_zeros), bool(pack.compressed_zeros)) == (
-        compressed < size,
-        compressed > 0,
-    )
+    raw, compressed = (each.size for each in support.encoded(encoding, step.new[0], step.old[0]))
+    assert (pack.raw_bytes, pack.compressed_bytes) == (raw, compressed)
+    assert (bool(pack.raw_zeros), bool(pack.compressed_zeros)) == (raw > 0, compressed > 0)
     stored = sum(p.stat().st_size for p in tmp_path.rglob("*") if p.is_file())
     assert stored < 20 * 3 * 1024 * leaf.itemsize_bytes / 4 + 4096
     for box in [Box((90, 5), (110, 1000)), Box((600, 0), (601, 1)), Box((500, 3), (530, 9))]:
@@ -305,14 +298,14 @@ def test_rows_of_zeros_or_that_did_not_change_take_no_room(encoding, dtype, tmp_
 
 
 @chunks_of(256, is_compressed=False)  # a row each, to be found among the stored bytes
-@pytest.mark.parametrize("encoding", [each for each in STORING if each is not Encoding.CODED])
+@pytest.mark.parametrize("encoding", ROW_BY_ROW)
 def test_only_the_rows_that_are_needed_are_read_and_their_damage_names_the_leaf(encoding, tmp_path):
     leaf = leaf_of(((0, 4, 8), (0, 256)), (0, 0), "uint8")
     step = step_of([leaf], [0], [str(encoding)], is_near=False)
     step.write(tmp_path)
     row = Box((5, 0), (6, 256))
     new, old = (each[0][row.slices] for each in (step.new, step.old))
-    damage(tmp_path, new if encoding is Encoding.RAW else support.planes_of(encoding, new, old))
+    damage(tmp_path, max(support.encoded(encoding, new, old), key=len))
 
     reader = step.reader(tmp_path)
     for box in [Box((0, 0), (5, 256)), Box((6, 1), (8, 3)), Box((2, 9), (5, 10))]:
@@ -341,7 +334,7 @@ def test_a_code_is_decoded_once_and_other_bytes_are_an_error(tmp_path, monkeypat
     assert sizes == [512]
     for box, block in zip(boxes, found, strict=True):
         assert block.tobytes() == step.new[0][box.slices].tobytes()
-    other = codes.Code(np.full(5, 9, np.uint8), np.zeros(0, np.uint8))
+    other = Code(np.full(5, 9, np.uint8), np.zeros(0, np.uint8))
     monkeypatch.setattr(codes, "encode", lambda block: other)
     reader = step.write(tmp_path / "1")
     message = r"expected a code of params/kernel.*unknown kind 9.*Restore another step"

@@ -22,7 +22,7 @@ import adacheck_jax as adacheck
 from adacheck_jax.adapter import directories
 from adacheck_jax.cli.main import app
 from adacheck_jax.errors import IntegrityError, LineageError, StorageError
-from adacheck_jax.format import manifest
+from adacheck_jax.format.encodings.form import Encoding
 from adacheck_jax.format.encodings.table import ENCODINGS
 from adacheck_jax.plan import situation
 from adacheck_jax.restore.deltas import delta_reader
@@ -218,8 +218,9 @@ def test_a_save_after_recorded_steps_is_a_delta_whatever_it_holds(tmp_path, what
     assert loop.check() == "BDR"
     found = manifest_of(tmp_path, number)
     assert len(found.stored) == len(jax.tree.leaves(loop.run.state))
-    letters = map(manifest.Encoding, found.packs[0].encodings)
-    assert not any(ENCODINGS[letter].needs_old for letter in letters)
+    assert not any(
+        ENCODINGS[letter].needs_old for letter in map(Encoding, found.packs[0].encodings)
+    )
 
 
 @pytest.mark.slow

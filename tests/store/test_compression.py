@@ -10,7 +10,7 @@ import pytest
 import adacheck_jax as adacheck
 from adacheck_jax.errors import IntegrityError, tells_of_absence
 from adacheck_jax.format.boxes import Box
-from adacheck_jax.format.manifest import Encoding
+from adacheck_jax.format.encodings.form import Encoding
 from adacheck_jax.store import volume_reader, volumes, zarr
 from adacheck_jax.store.steps import manifest_file
 from tests import support

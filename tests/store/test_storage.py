@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 import tensorstore as ts
 
+from adacheck_jax.schemes import SCHEMES
 from adacheck_jax.store.storage.interface import NotPlainError
 from adacheck_jax.store.storage.kvstore import KvStore
 from adacheck_jax.store.storage.location import Location, at, located
@@ -326,17 +327,28 @@ class TestKvStore(Conformance):
                 operation()
 
 
-class _Served(Conformance):
-    """A store behind a proxy; a subclass names the server and the fault that it has."""
+FAULTS = ("", "fails once", "slow")
+
+
+@pytest.mark.parametrize(
+    ("server", "fault"),
+    [
+        pytest.param(
+            *(each, fault),
+            marks=[pytest.mark.slow if (n + k) % 2 else pytest.mark.campaign] if k else [],
+        )
+        for n, each in enumerate(SCHEMES)
+        for k, fault in enumerate(FAULTS)
+    ],
+)
+class TestServed(Conformance):
+    """Every kind of object store, behind a proxy with a fault."""
 
     links = renames = False
-    server: str
-    fault: str
 
     @pytest.fixture
-    def top(self, request):
-        proxy = request.getfixturevalue(self.server).proxy
-        url = request.getfixturevalue(self.server).url
+    def top(self, request, server, fault):
+        store = request.getfixturevalue(server)
         seen: set[str] = set()
 
         def refuse(method: str, path: str) -> int:
@@ -344,51 +356,22 @@ class _Served(Conformance):
             is_first, _ = request not in seen, seen.add(request)
             return 503 if is_first and len(seen) % 3 == 0 else 0
 
-        if self.fault == "fails once":
-            proxy.refuse = refuse
-        proxy.delay_s = 0.02 if self.fault == "slow" else 0.0
-        yield located(f"{url}/{uuid.uuid4().hex}")
-        proxy.reset()
+        if fault == "fails once":
+            store.proxy.refuse = refuse
+        store.proxy.delay_s = 0.02 if fault == "slow" else 0.0
+        yield located(f"{store.url}/{uuid.uuid4().hex}")
+        store.proxy.reset()
 
     def test_tensorstore_writes_where_keys_are_read(self, top: Location):
         super().test_tensorstore_writes_where_keys_are_read(top)
         assert not top.on_file_system
 
 
-class TestGcs(_Served):
-    server, fault = "gcs", ""
-
-
-class TestS3(_Served):
-    server, fault = "s3", ""
-
-
-@pytest.mark.campaign
-class TestSlowGcs(_Served):
-    server, fault = "gcs", "slow"
-
-
 @pytest.mark.slow
-class TestSlowS3(_Served):
-    server, fault = "s3", "slow"
-
-
-@pytest.mark.slow
-class TestFailingGcs(_Served):
-    server, fault = "gcs", "fails once"
-
-
-@pytest.mark.campaign
-class TestFailingS3(_Served):
-    server, fault = "s3", "fails once"
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(
-    ("server", "url"), [("gcs", "gs://nowhere/run"), ("s3", "s3://nowhere/run")]
-)
-def test_a_bucket_that_does_not_exist_is_told_in_a_line(server, url, request):
+@pytest.mark.parametrize("server", SCHEMES)
+def test_a_bucket_that_does_not_exist_is_told_in_a_line(server, request):
     request.getfixturevalue(server)
+    url = f"{server}://nowhere/run"
     place = located(url)
     with pytest.raises(OSError, match=f"NOT_FOUND.*: '{url}") as refused:
         (place / "file").write(b"")

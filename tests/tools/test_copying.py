@@ -26,6 +26,7 @@ from typer.testing import CliRunner
 import adacheck_jax as adacheck
 from adacheck_jax.cli.main import app
 from adacheck_jax.format.manifest import DeltaManifest
+from adacheck_jax.schemes import SCHEMES
 from adacheck_jax.store.steps import manifest_file, marks, roots
 from adacheck_jax.store.steps.folders import LINEAGE
 from adacheck_jax.store.storage.kvstore import KvStore
@@ -234,7 +235,7 @@ def test_a_copy_is_not_linked_to_files_that_have_changed(saved, tmp_path):
 
 @pytest.mark.slow
 @pytest.mark.first(1)
-@pytest.mark.parametrize("kind", ["gcs", "s3"])
+@pytest.mark.parametrize("kind", SCHEMES)
 def test_a_run_moves_to_a_bucket_and_back_and_goes_on_in_each(saved, tmp_path, request, kind):
     root, state, states = saved
     url = f"{request.getfixturevalue(kind).url}/{uuid.uuid4().hex}"
@@ -252,7 +253,7 @@ def test_a_run_moves_to_a_bucket_and_back_and_goes_on_in_each(saved, tmp_path, r
     back = tmp_path / "back"
     assert run(url, back).exit_code == 0
     assert_steps(back, states, state)
-    if kind == "gcs":  # where stock Orbax reads what it wrote
+    if SCHEMES[kind].orbax_reads:  # where stock Orbax reads what it wrote
         base = ocp.StandardCheckpointer().restore(epath.Path(url) / "5/default")
         stock = ocp.StandardCheckpointer().restore(root / "5/default")
         assert_same_bits(base, support.host_copy(stock))
@@ -294,10 +295,10 @@ def test_ancestors_that_live_as_links_are_carried_once(retained):
 
 
 @pytest.mark.slow
-def test_between_kept_steps_only_what_has_no_directory_is_carried_and_kept(gappy, tmp_path, gcs):
+def test_between_kept_steps_only_what_has_no_directory_is_carried_and_kept(gappy, tmp_path, gs):
     run, trained, newest = gappy
     trained = dataclasses.replace(trained)
-    url = f"{gcs.url}/{uuid.uuid4().hex}"
+    url = f"{gs.url}/{uuid.uuid4().hex}"
     report = copying.copy(run, root := located(url))
     assert results_of(report) == dict.fromkeys("368", COPIED)
     assert report.written_bytes < disk_bytes(run) + 2000

@@ -42,8 +42,8 @@ from adacheck_jax.format.manifest import Leaf
 from adacheck_jax.restore import base_reader
 from adacheck_jax.restore.agreed import ALONE, Agreed
 from adacheck_jax.restore.shared_reads import ReadOnce
-from adacheck_jax.store.storage.location import AnyPath, at, located
-from adacheck_jax.store.storage.schemes import SCHEMES, expect_client, scheme_of
+from adacheck_jax.schemes import SCHEMES, scheme_of
+from adacheck_jax.store.storage.location import AnyPath, at, expect_client, located
 
 
 class StockCheckpoints:

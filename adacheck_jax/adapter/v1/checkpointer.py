@@ -75,7 +75,7 @@ def checkpointer(
     checkpointable_name: str = STATE,
     **options: Unpack[CheckpointerOptions],
 ) -> StateCheckpointer:
-    """A stock Checkpointer that saves every step, on a local disk, ``gs://`` or ``s3://``.
+    """A stock Checkpointer that saves every step, on a local disk or in a bucket.
 
     ::
 

@@ -21,16 +21,13 @@ from __future__ import annotations
 import functools
 import math
 from collections.abc import Iterable
-from dataclasses import dataclass
 
 import numpy as np
 
 from adacheck_jax.format.encodings import planes, sets
+from adacheck_jax.format.encodings.form import Candidate, Choice, Code, Encoding, OwnSize
 from adacheck_jax.format.encodings.sets import Reader
-from adacheck_jax.format.manifest import Encoding
 
-MAX_HEAD_BYTES = 64
-"""Bytes that a code may take beyond those of its block."""
 _PLAIN, _SPARSE, _PALETTE = range(3)
 _MAX_VALUES = 256
 _RUNS, _RUN_WORDS = 64, 8
@@ -45,27 +42,29 @@ _WORTHWHILE = 0.9
 """Largest part of their bytes at which words are coded."""
 
 
-@dataclass(frozen=True, slots=True)
-class Code:
-    """A coded block: the bytes of both parts, one after the other.
+class _Coded(OwnSize):
+    """A code of mostly zero or few distinct elements."""
 
-    Attributes:
-        body: bytes that no compressor makes shorter.
-        rest: bytes that one may make shorter: exponents, positions in a table.
-    """
+    letter = Encoding.CODED
 
-    body: np.ndarray
-    rest: np.ndarray
+    def code(self, block: np.ndarray) -> Code:
+        return encode(block)
 
-    def sizes(self, *, is_split: bool) -> tuple[int, int]:
-        """Bytes for a raw and for a compressed array: all of them raw, or split by part."""
-        body, rest = self.body.size, self.rest.size
-        return (body, rest) if is_split else (body + rest, 0)
+    def decode(self, block: np.ndarray, low: np.ndarray, high: np.ndarray) -> None:
+        decode(np.concatenate([low.reshape(-1), high.reshape(-1)]), block)
 
-    def write(self, raw: np.ndarray, compressed: np.ndarray) -> None:
-        """Writes it into memory of these sizes."""
-        raw[: self.body.size] = self.body
-        (compressed if compressed.size else raw[self.body.size :])[...] = self.rest
+
+ENCODINGS = (_Coded(),)
+
+
+def chosen(candidate: Candidate) -> Choice | None:
+    """Codes of all boxes, if no difference can be taken and they pay."""
+    blocks = candidate.blocks
+    largest = max(blocks.values(), key=lambda block: block.size)
+    if candidate.previous is not None or not may_pay(largest):
+        return None
+    made = {box: encode(block) for box, block in blocks.items()}
+    return (Encoding.CODED, made) if pay(made.values(), blocks.values()) else None
 
 
 def may_pay(block: np.ndarray) -> bool:
@@ -147,7 +146,7 @@ def _bytes(*parts: bytes | np.ndarray) -> np.ndarray:
 def _plain(words: np.ndarray) -> Code:
     low = np.empty((words.itemsize - 1, words.size), np.uint8)
     high = np.empty((1, words.size), np.uint8)
-    planes.encode(Encoding.PLANES, words, None, low, high)
+    planes.PLANES.encode(words, None, low, high)
     return Code(_bytes(bytes([_PLAIN]), low), high[0])
 
 
@@ -272,7 +271,7 @@ def _decode(reader: Reader, words: np.ndarray, *, is_inner: bool = False) -> Non
     kind = int(reader.take(1)[0])
     if kind == _PLAIN:
         split = reader.take(words.itemsize * words.size).reshape(words.itemsize, words.size)
-        planes.decode(Encoding.PLANES, words, split[:-1], split[-1:])
+        planes.PLANES.decode(words, split[:-1], split[-1:])
     elif kind == _PALETTE:
         _decode_palette(reader, words)
     elif kind == _SPARSE and not is_inner:  # nested codes would take a stack

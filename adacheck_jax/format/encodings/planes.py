@@ -9,19 +9,19 @@ sign comes last and its exponent fills the highest plane. Exponents of gradients
 and signs are noise, and are stored as they are (ZipNN: Hershcovitch et al., 2024).
 
 *Bit-pattern differences*: a leaf as the integer difference from the parent step, whatever changed
-it. ``XOR`` is zero where bits agree. ``SUBTRACT`` is the difference
-modulo the word's size, folded so that small steps down look like small steps up (zigzag, as in
-Protocol Buffers' sint encoding): floating-point numbers that move by an ulp or two then leave
-everything but the lowest bits zero.
+it. ``XOR`` is zero where bits agree. ``SUBTRACT`` is the difference modulo the word's size, folded
+so that small steps down look like small steps up (zigzag, as in Protocol Buffers' sint encoding):
+floating-point numbers that move by an ulp or two then leave all but the lowest bits zero.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Sequence
+from dataclasses import dataclass
 
 import numpy as np
 
-from adacheck_jax.format.manifest import Encoding
+from adacheck_jax.format.encodings.form import BlockEncoding, Candidate, Choice, Encoding, Parts
 
 SMALL_BYTES = 1024
 """Leaves of up to so many bytes are stored as they are."""
@@ -43,40 +43,100 @@ def words_of(array: np.ndarray) -> np.ndarray:
     return flat.view(np.dtype(f"u{word_bytes(array.dtype)}"))
 
 
-def choose_whole(blocks: Iterable[np.ndarray]) -> Encoding:
-    """Chooses an encoding without a difference for blocks of one leaf, from a sample."""
-    block = max(blocks, key=lambda block: block.size)
-    if block.nbytes <= SMALL_BYTES:
-        return Encoding.RAW
-    return _best_whole(_sample(words_of(block)))[0]
+@dataclass(frozen=True, slots=True)
+class _Planes(BlockEncoding):
+    """Planes of the words of a block.
 
-
-def choose_difference(pairs: Iterable[tuple[np.ndarray, np.ndarray]]) -> Encoding:
-    """Chooses an encoding for blocks of one leaf whose old elements are known, from a sample.
-
-    Returns:
-        ``SAME`` if no bit changed in any block, else the encoding with the smallest estimate.
+    Attributes:
+        letter: its letter.
+        compresses_all: True if all planes are compressed, False for the highest alone.
     """
-    words = [(words_of(new), words_of(old)) for new, old in pairs if new is not old]
-    changed = [(new, old) for new, old in words if not np.array_equal(new, old)]
-    if not changed:
-        return Encoding.SAME
-    new, old = max(changed, key=lambda pair: pair[0].size)
-    if sum(each.nbytes for each, _ in changed) <= SMALL_BYTES:
+
+    letter: Encoding
+    compresses_all: bool = True
+    needs_old: bool = False
+    lasts: bool = False
+
+    def parts(self, whole_bytes: int, word_bytes: int, size: tuple[int, int] | None) -> Parts:
+        compressed = word_bytes if self.compresses_all else 1
+        compressed_bytes = whole_bytes // word_bytes * compressed
+        return Parts(whole_bytes - compressed_bytes, compressed_bytes, word_bytes, compressed)
+
+    def encode(
+        self, new: np.ndarray, old: np.ndarray | None, low: np.ndarray, high: np.ndarray
+    ) -> None:
+        words = words_of(new)
+        before = words if old is None else words_of(old)
+        width, signed = words.itemsize, np.dtype(f"i{words.itemsize}")
+        rows = [row for each in (low, high) if words.size for row in each.reshape(-1, words.size)]
+        for first in range(0, words.size, _BLOCK_WORDS):
+            block = slice(first, first + _BLOCK_WORDS)
+            stored = words[block]
+            if self is XOR:
+                stored = stored ^ before[block]
+            elif self is SUBTRACT:
+                step = stored - before[block]
+                stored = (step << 1) ^ (step.view(signed) >> (8 * width - 1)).view(words.dtype)
+            else:
+                stored = (stored << 1) | (stored >> (8 * width - 1))
+            table = stored.view(np.uint8).reshape(-1, width)
+            for plane, into in enumerate(rows):
+                into[block] = table[:, plane]
+
+    def decode(self, block: np.ndarray, low: np.ndarray, high: np.ndarray) -> None:
+        words = block.reshape(-1).view(np.dtype(f"u{word_bytes(block.dtype)}"))
+        width = words.itemsize
+        table = np.empty((_BLOCK_WORDS, width), np.uint8)
+        for first in range(0, words.size, _BLOCK_WORDS):
+            into = words[first : first + _BLOCK_WORDS]
+            for plane, source in enumerate((*low, *high)):
+                table[: into.size, plane] = source[first : first + into.size]
+            stored = table[: into.size].reshape(-1).view(words.dtype)
+            if self is XOR:
+                into ^= stored
+            elif self is SUBTRACT:
+                into += (stored >> 1) ^ -(stored & 1)
+            else:
+                into[:] = (stored >> 1) | (stored << (8 * width - 1))
+
+
+EXPONENTS = _Planes(Encoding.EXPONENTS, compresses_all=False, lasts=True)
+PLANES = _Planes(Encoding.PLANES)  # it does not last: zeros may be those of one step alone
+XOR = _Planes(Encoding.XOR, needs_old=True)
+SUBTRACT = _Planes(Encoding.SUBTRACT, needs_old=True)
+ENCODINGS = (EXPONENTS, PLANES, XOR, SUBTRACT)
+
+
+def chosen(candidate: Candidate) -> Choice | None:
+    """The encoding with the smallest estimate, from a sample of the largest block that is stored.
+
+    None where planes do not pay. Differences are compressed always: they exist for nothing else.
+    """
+    if candidate.previous is not None:
+        letter = _best_difference([(candidate.blocks[k], x) for k, x in candidate.previous.items()])
+    elif not candidate.compresses:
+        return None
+    elif (letter := candidate.last) is None:
+        block = max(candidate.blocks.values(), key=lambda block: block.size)
+        small = block.nbytes <= SMALL_BYTES
+        letter = Encoding.RAW if small else _best_whole(_sample(words_of(block)))[0]
+    return None if letter is Encoding.RAW else (letter, {})
+
+
+def _best_difference(changed: Sequence[tuple[np.ndarray, np.ndarray]]) -> Encoding:
+    if sum(new.nbytes for new, _ in changed) <= SMALL_BYTES:
         return Encoding.RAW
-    new, old = _sample(new), _sample(old)
-    bits = {each: sum(_entropies(_planes(each, new, old))) for each in _DIFFERENCES}
+    largest = max(changed, key=lambda pair: pair[0].size)
+    new, old = (_sample(words_of(each)) for each in largest)
+    bits = {each: sum(_entropies(_planes(each, new, old))) for each in (XOR, SUBTRACT)}
     best = min(bits, key=lambda each: bits[each])
     whole, whole_bits = _best_whole(new)
-    return best if bits[best] < _WORTHWHILE * whole_bits else whole
-
-
-_DIFFERENCES = (Encoding.XOR, Encoding.SUBTRACT)
+    return best.letter if bits[best] < _WORTHWHILE * whole_bits else whole
 
 
 def _best_whole(words: np.ndarray) -> tuple[Encoding, float]:
     """The best encoding without a difference, and its estimated bits a word."""
-    *rest, highest = _entropies(_planes(Encoding.PLANES, words))
+    *rest, highest = _entropies(_planes(PLANES, words))
     if rest and sum(rest) < 8 * _WORTHWHILE * len(rest):
         return Encoding.PLANES, sum(rest) + highest
     if highest < 8 * _WORTHWHILE:
@@ -84,68 +144,9 @@ def _best_whole(words: np.ndarray) -> tuple[Encoding, float]:
     return Encoding.RAW, 8 * words.itemsize
 
 
-def encode(
-    encoding: Encoding,
-    new: np.ndarray,
-    old: np.ndarray | None,
-    low: np.ndarray,
-    high: np.ndarray,
-) -> None:
-    """Turns elements into planes.
-
-    Args:
-        encoding: any but ``RAW``, ``CODED`` and ``SAME``.
-        new: the elements.
-        old: elements of the parent step, for a difference; else None.
-        low: memory for the first planes, uint8 of shape (planes, words).
-        high: memory for the other planes.
-    """
-    words = words_of(new)
-    before = words if old is None else words_of(old)
-    width, signed = words.itemsize, np.dtype(f"i{words.itemsize}")
-    for first in range(0, words.size, _BLOCK_WORDS):
-        block = slice(first, first + _BLOCK_WORDS)
-        stored = words[block]
-        if encoding is Encoding.XOR:
-            stored = stored ^ before[block]
-        elif encoding is Encoding.SUBTRACT:
-            step = stored - before[block]
-            stored = (step << 1) ^ (step.view(signed) >> (8 * width - 1)).view(words.dtype)
-        else:
-            stored = (stored << 1) | (stored >> (8 * width - 1))
-        table = stored.view(np.uint8).reshape(-1, width)
-        for plane, into in enumerate((*low, *high)):
-            into[block] = table[:, plane]
-
-
-def decode(encoding: Encoding, block: np.ndarray, low: np.ndarray, high: np.ndarray) -> None:
-    """Turns old elements into new ones, in place.
-
-    Args:
-        encoding: any but ``RAW``, ``CODED`` and ``SAME``.
-        block: contiguous, writable elements; a difference needs the old ones in it.
-        low: the first planes, as :func:`encode` gave them.
-        high: the other planes.
-    """
-    words = block.reshape(-1).view(np.dtype(f"u{word_bytes(block.dtype)}"))
-    width = words.itemsize
-    table = np.empty((_BLOCK_WORDS, width), np.uint8)
-    for first in range(0, words.size, _BLOCK_WORDS):
-        into = words[first : first + _BLOCK_WORDS]
-        for plane, source in enumerate((*low, *high)):
-            table[: into.size, plane] = source[first : first + into.size]
-        stored = table[: into.size].reshape(-1).view(words.dtype)
-        if encoding is Encoding.XOR:
-            into ^= stored
-        elif encoding is Encoding.SUBTRACT:
-            into += (stored >> 1) ^ -(stored & 1)
-        else:
-            into[:] = (stored >> 1) | (stored << (8 * width - 1))
-
-
-def _planes(encoding: Encoding, new: np.ndarray, old: np.ndarray | None = None) -> np.ndarray:
+def _planes(encoding: _Planes, new: np.ndarray, old: np.ndarray | None = None) -> np.ndarray:
     planes = np.empty((new.itemsize, new.size), np.uint8)
-    encode(encoding, new, old, planes, planes[:0])
+    encoding.encode(new, old, planes, planes[:0])
     return planes
 
 

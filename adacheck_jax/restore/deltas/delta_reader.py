@@ -246,14 +246,12 @@ class DeltaReader:
     def _planned(self) -> pack_plan.WritePlan:
         """The layout of the packs, computed as their writer did, and compared with theirs."""
         leaves, delta, packs = self.leaves, self.delta, self.delta.packs
-        told = [
-            [getattr(pack, name) for pack in packs] for name in ("encodings", "aliases", "coded")
-        ]
-        key = (id(leaves), delta.stored, *(each for values in told for each in values))
+        told = ((pack.encodings, pack.aliases, pack.coded) for pack in packs)
+        key = (id(leaves), delta.stored, *told)
         plan, _ = self._shared.layouts.get(key, (None, ()))
         if plan is None:
             try:
-                plan = pack_plan.plan_delta(leaves, delta.stored, *told)
+                plan = pack_plan.plan_of(leaves, delta)
             except (ValueError, IndexError) as error:
                 raise IntegrityError(
                     f"{self._entry.place}: the manifest tells of parts that cannot be so ({error})."

@@ -1,4 +1,4 @@
-"""Tensorstore's key-value stores as a storage: ``gs://``, ``s3://``, ``memory://``."""
+"""Tensorstore's key-value stores as a storage: buckets, and ``memory://``."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ from typing import Any
 import tensorstore as ts
 
 from adacheck_jax.errors import StorageError, first_line
+from adacheck_jax.schemes import scheme_of
 from adacheck_jax.store.storage.interface import Entry, Kind, Stamp
-from adacheck_jax.store.storage.schemes import scheme_of
 
 _NO_VALUE = b"\x02"
 """Generation of a key that has no value, by which a write is made conditional."""

@@ -8,6 +8,7 @@ class has the methods of :class:`Location`, of which each takes a key first: the
 from __future__ import annotations
 
 import functools
+import importlib.util
 import posixpath
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager
@@ -15,8 +16,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeAlias
 
+from adacheck_jax import schemes
 from adacheck_jax.errors import StorageError
-from adacheck_jax.store.storage import schemes
 from adacheck_jax.store.storage.interface import Entry, Stamp, refuse_misread
 from adacheck_jax.store.storage.posix import Posix
 
@@ -277,7 +278,7 @@ def located(named: AnyPath | str) -> AnyPath:
     """The absolute path, or the location in an object store, that a user names.
 
     Args:
-        named: a local path, or a URL: ``gs://bucket/...`` or ``s3://bucket/...``.
+        named: a local path, or the URL of a bucket: ``gs://bucket/...``.
 
     Raises:
         StorageError: a URL of another kind; or a path that is read otherwise in some places.
@@ -300,6 +301,20 @@ def located(named: AnyPath | str) -> AnyPath:
     storage = _bucket(f"{scheme}://{bucket}")
     refuse_misread(text, storage.misread)
     return Location(storage, posixpath.normpath(f"/{key.lstrip('/')}")[1:])  # as Orbax reads it
+
+
+def expect_client(named: object) -> None:
+    """Looks for the package by which Orbax reaches the object store of a URL; nothing elsewhere.
+
+    Raises:
+        StorageError: it is not installed; the message names the extra that has it.
+    """
+    scheme = schemes.scheme_of(named)
+    if scheme is not None and importlib.util.find_spec(scheme.client) is None:
+        raise StorageError(
+            f"{named}: expected the package {scheme.client}, by which Orbax reaches it, found none."
+            f" Nothing was made or read; install adacheck-jax[{str(named).partition(':')[0]}]."
+        )
 
 
 def at(path: AnyPath) -> Location:

@@ -10,7 +10,7 @@ from dataclasses import dataclass, field, replace
 from datetime import UTC, datetime
 
 from adacheck_jax.format.manifest import Delta
-from adacheck_jax.format.pack_plan import plan_delta
+from adacheck_jax.format.pack_plan import plan_of
 from adacheck_jax.store.steps.lineage import Lineage
 from adacheck_jax.store.storage.location import AnyPath
 from adacheck_jax.tools import audit, listing
@@ -211,12 +211,9 @@ def tally_of(lineages: Iterable[Lineage]) -> _Tally:
 def _count_delta(tally: _Tally, lineage: Lineage, delta: Delta) -> None:
     """Count a delta by what it stores, what equals another leaf's, and what a code spares."""
     leaves = lineage.leaves
-    encodings = [pack.encodings for pack in delta.packs]
-    aliases = [pack.aliases for pack in delta.packs]
-    equal = {(process, n) for process, pairs in enumerate(aliases) for n, _ in pairs}
-    sizes = [pack.coded for pack in delta.packs]
+    equal = {(process, n) for process, pack in enumerate(delta.packs) for n, _ in pack.aliases}
     numbers, held = Counter[int](), Counter[int]()  # extents of a process, and bytes of a leaf
-    for extent in plan_delta(leaves, delta.stored, encodings, aliases, sizes).extents:
+    for extent in plan_of(leaves, delta).extents:
         leaf, process = leaves[extent.leaf], extent.process
         whole_bytes = extent.box.size * leaf.itemsize_bytes
         kind = EQUAL if (process, numbers[process]) in equal else DELTAS
