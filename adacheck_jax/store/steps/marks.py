@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import re
 
 from adacheck_jax.errors import LineageError
@@ -95,6 +96,14 @@ def is_rest(step: AnyPath) -> bool:
     is_marked = {COMMIT_MARK, *_STEP_FILES}.intersection(names) > {COMMIT_MARK}
     items = [x for x in names if x == TREE_METADATA or x.endswith(f"/{COMMIT_MARK}")]
     return not (is_marked and items) and all(map(_WRITTEN.fullmatch, names))
+
+
+def is_part(step: AnyPath) -> bool:
+    """True if nothing lies in a directory but what Orbax and this library write into a step."""
+    top = at(step)
+    with contextlib.suppress(OSError):  # it goes while it is looked at
+        return all(_WRITTEN.fullmatch(each.below(top)) for each in top.list())
+    return True
 
 
 def is_item(directory: AnyPath) -> bool:
