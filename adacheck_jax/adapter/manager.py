@@ -210,8 +210,7 @@ def with_adaptive_policy(policy: Any, handler: HandlerOptions) -> HandlerOptions
         ValueError: it is an :class:`AdaptivePolicy`, and ``max_deltas`` is another one.
     """
     if policy is not None:
-        wanted = "a policy that says when to save, such as AdaptivePolicy()"
-        expect_callable(policy, wanted, "should_save")
+        expect_callable(policy, "a policy of saves, such as AdaptivePolicy()", "should_save")
     if not isinstance(policy, AdaptivePolicy):
         return handler
     if (most := handler.get("max_deltas", policy)) is not policy:

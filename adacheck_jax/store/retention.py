@@ -44,8 +44,7 @@ class KeepLineage:
     """
 
     def __init__(self, inner_policy: _Policy) -> None:
-        wanted = "a policy that says which steps to preserve, such as LatestN(3)"
-        expect_callable(inner_policy, wanted, "should_preserve")
+        expect_callable(inner_policy, "a policy, such as LatestN(3)", "should_preserve")
         self._inner = inner_policy
         self._parents: dict[int, set[int]] = {}
         self._let_go: dict[int, None] = {}

@@ -132,10 +132,7 @@ def refuse_inside(path: AnyPath, root: AnyPath) -> None:
 def why_no_step(directory: AnyPath) -> str:
     """The reason why no step lies in a directory with a step's name, in words about it."""
     if marks.is_part(directory):
-        return (
-            "lacks its state, as where its deletion, or a copy of it beside a running training, "
-            "was cut off (adacheck cp copies whole steps)"
-        )
+        return "lacks its state: a deletion or a copy was cut off (adacheck cp copies whole steps)"
     return "holds no step saved by AdaCheckHandler"
 
 

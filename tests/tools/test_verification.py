@@ -372,7 +372,7 @@ def test_steps_whose_copy_was_cut_off_are_told_from_directories_of_others(copy):
         result = invoked(command, copy)
         told = " ".join(result.stdout.split())
         assert result.exit_code == 0
-        assert told.count(": lacks its state, as where") == 3
+        assert told.count(": lacks its state: a deletion or a copy") == 3
         assert told.count("8: holds no step saved by AdaCheckHandler") == 1
     for step in (1, 2, 3):
         shutil.rmtree(copy / f"{step}")

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import re
 
 from adacheck_jax.errors import LineageError
@@ -100,10 +99,7 @@ def is_rest(step: AnyPath) -> bool:
 
 def is_part(step: AnyPath) -> bool:
     """True if nothing lies in a directory but what Orbax and this library write into a step."""
-    top = at(step)
-    with contextlib.suppress(OSError):  # it goes while it is looked at
-        return all(_WRITTEN.fullmatch(each.below(top)) for each in top.list())
-    return True
+    return all(_WRITTEN.fullmatch(name) for name, _ in at(step).described())
 
 
 def is_item(directory: AnyPath) -> bool:
