@@ -201,6 +201,13 @@ def first_line(error: BaseException) -> str:
     return re.split(end, str(error), maxsplit=1)[0][:300].rstrip(".")
 
 
+def expect_callable(given: object, wanted: str, method: str = "__call__") -> None:
+    """Raises TypeError for an argument without the method by which it is called, or a class."""
+    is_class = isinstance(given, type) and method != "__call__"
+    if is_class or not callable(getattr(given, method, None)):
+        raise TypeError(f"expected {wanted}, found {given!r}.")
+
+
 def listed(given: Iterable[str], most: int = 20) -> str:
     """The first of some names, and the count of the others."""
     names = [*given]

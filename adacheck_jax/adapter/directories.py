@@ -147,7 +147,7 @@ def expect_names(root: epath.Path, step: str, items: Iterable[str]) -> None:
         StorageError: a name has a character that is read otherwise in some places.
     """
     for name in items:
-        if name in ("", ".", "..") or "/" in name:
+        if not isinstance(name, str) or name in ("", ".", "..") or "/" in name:
             raise ValueError(
                 f"expected items with names of directories, found {name!r}. Nothing was made; give "
                 "the item a name without a slash."

@@ -25,6 +25,7 @@ from adacheck_jax.adapter.away.orbax_manager import AdaCheckManager
 from adacheck_jax.adapter.handler import AdaCheckHandler, HandlerOptions
 from adacheck_jax.device.loops import xla_call
 from adacheck_jax.device.trees import PyTree
+from adacheck_jax.errors import expect_callable
 from adacheck_jax.plan.options import Shadow
 from adacheck_jax.schedule.adaptive import AdaptivePolicy
 from adacheck_jax.store.retention import KeepLineage
@@ -121,11 +122,9 @@ def _expect_items(
     beside: Mapping[str, ocp.CheckpointHandler],
 ) -> None:
     """Raises a ValueError where items have names that are taken, or that no directory can have."""
-    if not isinstance(beside, Mapping):
-        raise TypeError(
-            f"items: expected Orbax's handlers by names, found {type(beside).__name__}. Write "
-            'items={"data": ocp.JsonCheckpointHandler()}.'
-        )
+    wanted = """Orbax's handlers by names, such as items={"data": ocp.JsonCheckpointHandler()}"""
+    for each in beside.values() if isinstance(beside, Mapping) else [beside]:
+        expect_callable(each, wanted, "save")
     if twice := {item, "metrics"} & {*beside}:
         raise ValueError(
             f"expected items beside {item!r}, which is the state, and the metrics, found "
@@ -186,8 +185,12 @@ def shared_policy(
         rules: what else says which steps to keep, by name of the option.
 
     Raises:
-        ValueError: two of them say it.
+        ValueError: two of them say it, or it is no number of steps.
     """
+    if max_to_keep is not None and not (isinstance(max_to_keep, int) and max_to_keep >= 0):
+        raise ValueError(
+            f"expected max_to_keep to be an int >= 0, or None for all steps, found {max_to_keep!r}"
+        )
     said = [f"options.{name}" for name in rules]
     said += [] if isinstance(max_to_keep, _Unsaid) else ["max_to_keep"]
     if {"max_to_keep", "options.max_to_keep"} <= {*said} or (policy is not None and said):
@@ -206,6 +209,8 @@ def with_adaptive_policy(policy: Any, handler: HandlerOptions) -> HandlerOptions
     Raises:
         ValueError: it is an :class:`AdaptivePolicy`, and ``max_deltas`` is another one.
     """
+    if policy is not None:
+        expect_callable(policy, "a policy of saves, such as AdaptivePolicy()", "should_save")
     if not isinstance(policy, AdaptivePolicy):
         return handler
     if (most := handler.get("max_deltas", policy)) is not policy:

@@ -17,7 +17,7 @@ from typing import Literal
 from jax import monitoring
 
 from adacheck_jax.adapter.arguments import RestoreInfo
-from adacheck_jax.errors import AdaCheckError
+from adacheck_jax.errors import AdaCheckError, expect_callable
 from adacheck_jax.format.manifest import DeltaManifest
 from adacheck_jax.save.one_save import Save
 from adacheck_jax.store.steps import folders
@@ -104,6 +104,8 @@ class Announcer:
     """Tells of the saves and restores of one training run."""
 
     def __init__(self, on_save: OnSave | None = None) -> None:
+        if on_save is not None:
+            expect_callable(on_save, "on_save to be a function of a SaveReport")
         self._on_save = on_save
         self._failed: set[str] = set()
 

@@ -65,8 +65,8 @@ def _show_root(summary: RootSummary) -> None:
         optional=("unique", "size", "age"),
     )
     for row in summary.steps:
-        if row.error is not None:
-            print_text(f"{row.item if row.step is None else f'step {row.step}'}: {row.error}")
+        if told := row.error or row.note:
+            print_text(f"{row.item if row.step is None else f'step {row.step}'}: {told}")
     print_text("; ".join(_totals(summary)))
 
 

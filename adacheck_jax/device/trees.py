@@ -73,6 +73,13 @@ def unflatten(treedef: TreeDef, leaves: Iterable[Any]) -> PyTree:
     return jax.tree_util.tree_unflatten(treedef, list(leaves))
 
 
+def nothing_under(params_path: str, leaves: Iterable[str]) -> str:
+    """The message where a state has no params at their leaf path: it tells the paths there are."""
+    count = params_path.count("/") + 1
+    there = listed(sorted({"/".join(each.split("/")[:count]) for each in leaves}), 6)
+    return f"expected the params under params_path, {params_path!r}, found none. There: {there}."
+
+
 def nested(leaves: Mapping[str, Any]) -> dict[str, Any]:
     """Nested dictionaries of leaves, a level for each name in their paths.
 

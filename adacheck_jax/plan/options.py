@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal, get_args
@@ -142,7 +142,8 @@ class Options:
                 f"expected Shadow(directory=...) with storage_mtbf_s={rarer_s!r}, found none: "
                 "where no memory outlives its process, every failure needs storage."
             )
-        if isinstance(self.ephemeral, str) or not all(isinstance(p, str) for p in self.ephemeral):
+        patterns = self.ephemeral if isinstance(self.ephemeral, Collection) else (self.ephemeral,)
+        if isinstance(patterns, str) or not all(isinstance(each, str) for each in patterns):
             raise ValueError(
                 "expected ephemeral to be a sequence of patterns of leaf paths, found "
                 f"{self.ephemeral!r}. Write ephemeral=('*/residual',)."

@@ -53,10 +53,7 @@ def params_of(state: Any, params_path: str | None) -> dict[str, Any]:
         start = f"{params_path}/"
         inside = {x.removeprefix(start): y for x, y in named.items() if x.startswith(start)}
         if not inside:
-            raise MismatchError(
-                f"params_path: expected leaves below {start}, found none among {len(named)}: "
-                f"{', '.join([*named][:5])}. Give the leaf path of the params."
-            )
+            raise MismatchError(trees.nothing_under(start[:-1], named))
         named = inside
     if not named:
         raise MismatchError("expected params, found a tree without leaves.")

@@ -8,6 +8,7 @@ from collections.abc import Sequence, Set
 from types import FrameType
 from typing import Any, Protocol
 
+from adacheck_jax.errors import expect_callable
 from adacheck_jax.store.steps.lineage import shown_steps
 
 _log = logging.getLogger(__name__)
@@ -43,6 +44,7 @@ class KeepLineage:
     """
 
     def __init__(self, inner_policy: _Policy) -> None:
+        expect_callable(inner_policy, "a policy, such as LatestN(3)", "should_preserve")
         self._inner = inner_policy
         self._parents: dict[int, set[int]] = {}
         self._let_go: dict[int, None] = {}

@@ -24,6 +24,7 @@ from adacheck_jax.tools.steps import (
     quiet,
     settled,
     walked,
+    why_no_step,
 )
 from adacheck_jax.tools.verification import NUMBER, Damage, Verifier, damage_of
 
@@ -285,7 +286,7 @@ def leftovers(root: AnyPath) -> list[Leftover]:
         elif path.name.rsplit("_", maxsplit=1)[-1].isdecimal() and marks.is_rest(path):
             found.append(Leftover(name, f"{interrupted} or deletion", True))
         elif path.name.rsplit("_", maxsplit=1)[-1].isdecimal():
-            found.append(Leftover(name, "holds no step saved by AdaCheckHandler", False))
+            found.append(Leftover(name, why_no_step(path), False))
     why = "holds files that an interrupted compaction left"
     return found + [Leftover(each.below(top), why, False) for each in half_compacted(items)]
 

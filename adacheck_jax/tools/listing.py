@@ -14,7 +14,7 @@ from adacheck_jax.store.steps import folders, marks, roots
 from adacheck_jax.store.steps.roots import Step
 from adacheck_jax.store.storage.interface import Entry, Stamp
 from adacheck_jax.store.storage.location import AnyPath, Location, at
-from adacheck_jax.tools.steps import Root, Steps, kind_of, walked
+from adacheck_jax.tools.steps import Root, Steps, kind_of, walked, why_no_step
 
 STOCK, FOREIGN = "stock", "foreign"
 
@@ -46,6 +46,7 @@ class StepSummary:
         unique_bytes: bytes that deleting it would free: files that no other step is linked to.
         error: the reason why the step cannot be restored, None if base and deltas are all there.
             Array data is not read.
+        note: the reason why a foreign directory holds no step, else None.
     """
 
     step: int | None
@@ -62,6 +63,7 @@ class StepSummary:
     size_bytes: int | None = None
     unique_bytes: int | None = None
     error: str | None = None
+    note: str | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -167,7 +169,7 @@ def _others(steps: Steps) -> list[StepSummary]:
     for name in root.folders():
         number = roots.place_of(root / name, in_step=False).step
         if not (number is None or name in ours or number in stock or roots.TMP_SUFFIX in name):
-            rows.append(StepSummary(number, name, FOREIGN))
+            rows.append(StepSummary(number, name, FOREIGN, note=why_no_step(root / name)))
     return rows
 
 

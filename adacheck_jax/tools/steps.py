@@ -13,7 +13,7 @@ from typing import TypeVar
 
 from adacheck_jax.errors import AdaCheckError
 from adacheck_jax.format.manifest import BaseManifest, Manifest
-from adacheck_jax.store.steps import deletion, identity, roots
+from adacheck_jax.store.steps import deletion, identity, marks, roots
 from adacheck_jax.store.steps.lineage import Lineage
 from adacheck_jax.store.steps.manifest_file import DIRECTORY
 from adacheck_jax.store.steps.roots import Step
@@ -82,8 +82,10 @@ class Steps:
         names = sorted([*top.folders(), *(each.name for each in top.list(deep=False))])
         if DIRECTORY in names:
             remedy = f"This is one step's item directory; give {top.parent.parent}."
-        elif any(name.isdecimal() for name in names):
+        elif self.stock:
             remedy = "Read steps that stock Orbax saved with ocp.StandardCheckpointer."
+        elif numbered := [name for name in names if name.isdecimal()]:
+            remedy = f"Step {numbered[-1]} {why_no_step(top / numbered[-1])}."
         found = ", ".join(names[:5]) + (", ..." if len(names) > 5 else "")
         return InputError(
             f"{top}: expected steps saved by AdaCheckHandler, found {found or 'nothing'}. {remedy}"
@@ -125,6 +127,13 @@ def refuse_inside(path: AnyPath, root: AnyPath) -> None:
             f"{path}: expected a place outside of the checkpoint root {root}, where a manager "
             "keeps its steps, found one in it. Give another path."
         )
+
+
+def why_no_step(directory: AnyPath) -> str:
+    """The reason why no step lies in a directory with a step's name, in words about it."""
+    if marks.is_part(directory):
+        return "lacks its state: a deletion or a copy was cut off (adacheck cp copies whole steps)"
+    return "holds no step saved by AdaCheckHandler"
 
 
 @dataclass(frozen=True, slots=True)

@@ -193,7 +193,8 @@ def params_under(
     Raises:
         RecorderError: a param is missing, or has another shape than its gradient.
     """
-    available = paths_under(root, leaves)
+    if not (available := paths_under(root, leaves)):
+        raise RecorderError(trees.nothing_under(root, leaves))
     params = dict(zip(relative, pick(relative, available, "params"), strict=True))
     for path, record in zip(recorded, pick(recorded, node.record, "record"), strict=True):
         found, expected = leaves[params[path]].shape, leaves[record].shape

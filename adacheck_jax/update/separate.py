@@ -21,7 +21,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 from adacheck_jax.device import jax_settings, transfer, trees
 from adacheck_jax.device.jax_settings import Arithmetic
 from adacheck_jax.device.trees import PyTree
-from adacheck_jax.errors import RecorderError
+from adacheck_jax.errors import RecorderError, expect_callable
 from adacheck_jax.update import exported_program
 from adacheck_jax.update import program as update_program
 from adacheck_jax.update.pinning.fence import zero_of
@@ -40,6 +40,7 @@ class SeparateUpdate:
     """
 
     def __init__(self, tx: optax.GradientTransformation) -> None:
+        expect_callable(tx, "an optax transformation that ends in a Recorder", "update")
         self._tx = optax.with_extra_args_support(tx)
         # A state may be saved before the first update. What the probe does not reach it marks.
         for recorder in reached_by(tx)[0]:

@@ -487,9 +487,37 @@ def test_a_list_where_a_recorder_takes_names(argument):
         adacheck.Recorder(optax.sgd(0.1), **{argument: ["ema"]})
 
 
-def test_a_list_where_a_manager_takes_items(tmp_path):
-    with pytest.raises(TypeError, match="items: expected Orbax's handlers by names, found list"):
-        adacheck.checkpoint_manager(tmp_path, items=["data"])
+@pytest.mark.parametrize(
+    ("given", "told"),
+    [
+        ({"items": ["data"]}, r"Orbax's handlers by names.*JsonCheck.*, found \['data'\]"),
+        ({"items": {"data": ocp.JsonCheckpointHandler}}, "Orbax's handlers by names.*found <class"),
+        ({"item": 5, "items": {}}, "names of directories, found 5"),
+        ({"on_save": 5}, "on_save to be a function of a SaveReport, found 5"),
+        ({"ephemeral": 5}, "ephemeral to be a sequence of patterns.*found 5"),
+        ({"max_to_keep": -1}, "max_to_keep to be an int >= 0.*found -1"),
+        (
+            {
+                "options": ocp.CheckpointManagerOptions(
+                    preservation_policy=ocp.checkpoint_managers.LatestN
+                )
+            },
+            r"such as LatestN\(3\), found <class",
+        ),
+        (
+            {"options": ocp.CheckpointManagerOptions(save_decision_policy=5)},
+            r"such as AdaptivePolicy\(\), found 5",
+        ),
+    ],
+)
+def test_arguments_of_another_kind_are_told_when_a_manager_is_made(given, told, tmp_path):
+    with pytest.raises((TypeError, ValueError), match=f"expected .*{told}"):
+        adacheck.checkpoint_manager(tmp_path, delta="bits", **given)
+
+
+def test_no_optimizer_where_an_update_is_to_be_compiled():
+    with pytest.raises(TypeError, match="ends in a Recorder, found <function adamw"):
+        adacheck.separate_update(optax.adamw)
 
 
 handler, shadow = adacheck.AdaCheckHandler, adacheck.Shadow

@@ -223,13 +223,37 @@ def test_a_step_that_lost_all_of_its_item_is_told_and_passed_over(linked, tmp_pa
     shutil.rmtree(root / f"{STEPS}" / "default")
     state = support.abstract(run.state)
     with v0_manager(root) as manager:
-        with pytest.raises(StepDeletedError, match=f"there now: 1 to {STEPS - 1}"):
+        with pytest.raises(
+            StepDeletedError, match=f"there now: 1 to {STEPS - 1}. .*newest of these"
+        ):
             manager.restore(STEPS, args=adacheck.RestoreArgs(state))
         with pytest.raises(StepDeletedError, match="skip_damaged"):
             manager.restore_newest(state)
         for step in (STEPS, None):
             found = manager.restore(step, args=adacheck.RestoreArgs(state, skip_damaged=True))
             support.assert_same_bits(found, saved[STEPS - 1])
+
+
+def emptied(step):
+    for path in step.rglob("*"):
+        if path.is_file():
+            path.unlink()
+
+
+def test_a_newest_step_of_which_no_file_is_left_is_none_and_is_saved_again(linked, tmp_path):
+    root, run, saved = linked
+    root, state = copied(root, tmp_path, "copy"), support.abstract(run.state)
+    emptied(root / f"{STEPS}")
+    with adacheck.checkpoint_manager(root, delta="bits", max_to_keep=None) as manager:
+        assert manager.latest_step() == STEPS - 1
+        step, found = manager.restore_newest(state)
+        support.assert_same_bits(found, saved[STEPS - 1])
+        assert manager.save(step + 1, args=adacheck.SaveArgs(run.state))
+        manager.wait_until_finished()
+        emptied(root / "1")
+        manager.reload()
+        assert manager.all_steps() == [*range(1, STEPS + 1)]  # else retention would leave it
+        support.assert_same_bits(manager.restore_newest(state)[1], saved[STEPS])
 
 
 def test_a_step_may_go_while_a_manager_lists_steps_anew(linked, tmp_path, monkeypatch):

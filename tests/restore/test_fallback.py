@@ -203,6 +203,14 @@ def test_a_bad_step_is_an_error_unless_an_older_one_is_asked_for(given, told, na
         assert adacheck.latest_restorable(str(root)) == case.latest
 
 
+def test_later_steps_that_are_there_are_told_where_an_older_one_is_taken(given, told):
+    root, run, _ = given("two")
+    (item(root, 2) / MANIFEST).unlink()
+    (item(root, 6) / MANIFEST).unlink()
+    assert restore(root, run, 2, skip_damaged=True)[1].step == 1
+    assert told()[-1] == "Restored step 1 instead of step 2. Later ones were not tried: 3 to 5."
+
+
 def test_a_good_step_is_what_is_restored(saved, told, tmp_path):
     root, run, states = saved
     state, info = restore(root, run, 6, skip_damaged=True)

@@ -362,6 +362,25 @@ def test_leftovers_are_notes(copy):
     }
 
 
+def test_steps_whose_copy_was_cut_off_are_told_from_directories_of_others(copy):
+    for name in ("5/_CHECKPOINT_METADATA", "6/default/commit_success.txt"):
+        (copy / name).parent.mkdir(parents=True)
+        (copy / name).touch()
+    (copy / "7").mkdir()
+    leave(copy / "8")
+    for command in ("ls", "verify"):
+        result = invoked(command, copy)
+        told = " ".join(result.stdout.split())
+        assert result.exit_code == 0
+        assert told.count(": lacks its state: a deletion or a copy") == 3
+        assert told.count("8: holds no step saved by AdaCheckHandler") == 1
+    for step in (1, 2, 3):
+        shutil.rmtree(copy / f"{step}")
+    shutil.rmtree(copy / "8")
+    told = " ".join(invoked("verify", copy).output.split())
+    assert "found 5, 6, 7. Step 7 lacks its state" in told
+
+
 def leave(directory: Path, age_s: float = 3600) -> None:
     directory.mkdir()
     (directory / "file").write_bytes(b"0123456789")

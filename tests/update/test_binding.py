@@ -197,7 +197,7 @@ BOTH = optax.chain(A, B)
 NEAR = r".*'actor/opt_state/1', 'critic/opt_state/1"
 ERRORS = {
     "ambiguous": (A, with_average(dict_state(A)), None, r"found 'ema', 'params'.*params_path="),
-    "a path to nowhere": (A, dict_state(A), "nowhere", "dense/bias"),
+    "a path to nowhere": (A, dict_state(A), "nowhere", r"'nowhere'.* There: .*, params, step\."),
     "a path to a state": (A, dict_state(A), "opt_state", "dense/bias"),
     "a path too deep": (A, dict_state(A), "params/dense", "dense/bias"),
     "other shapes": (A, {**dict_state(A), "other": OTHER}, "other", "other"),

@@ -30,6 +30,7 @@ from adacheck_jax.adapter.reports import expect_outside_callback
 from adacheck_jax.device.trees import PyTree
 from adacheck_jax.errors import AdaCheckError, Closing, noted_by
 from adacheck_jax.processes.lockstep import Lockstep
+from adacheck_jax.store.steps import deletion
 from adacheck_jax.store.storage.location import located
 
 _log = logging.getLogger(__name__)
@@ -318,6 +319,14 @@ class AdaCheckManager(Closing, ocp.CheckpointManager):
             ocp.CheckpointManager.close(self)
         finally:
             self._opener.close()
+
+    def _load_checkpoint_infos(self, *args: Any, **kwargs: Any) -> list[Any]:
+        """As Orbax's, without newest steps of which no file is left; retention removes others."""
+        found, names = super()._load_checkpoint_infos(*args, **kwargs), self._step_name_format
+        where = located(str(self.directory))
+        while found and deletion.is_emptied(where / names.build_name(found[-1].step)):
+            found.pop()
+        return found
 
     def _finalize(self, step: int, steps_to_remove: list[int]) -> None:
         self._ending.finalize(step, steps_to_remove)

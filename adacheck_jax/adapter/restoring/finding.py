@@ -126,8 +126,12 @@ class OtherSteps:
         """Look for steps that were saved since, where a step was deleted while it was read."""
         self._left = self._listed()
 
-    def tell_passed_over(self, found: int) -> None:
-        """Log which steps that stock Orbax saved lie between a bad step and the one restored."""
+    def tell(self, found: int) -> None:
+        """Log the step that was restored, later ones, and those of stock Orbax in between."""
+        every, first = [] if self._stop is None else roots.steps_of(*self._line), self.wanted or 0
+        later = [each.step for each in every if each.step > first and each.error is None]
+        told = f" Later ones were not tried: {shown_steps(later)}." if later else ""
+        _log.warning("Restored step %d instead of step %s.%s", found, self.wanted, told)
         there = roots.stock_steps(*self._line) if self.wanted is not None else {}
         passed = sorted(step for step in there if found < step < (self.wanted or 0))
         if passed:

@@ -169,8 +169,7 @@ class StepRestorer:
                 if isinstance(another, StepDeletedError):
                     others.look_again()
                 continue
-            _log.warning("Restored step %d instead of step %s.", restored.info.step, others.wanted)
-            others.tell_passed_over(restored.info.step)
+            others.tell(restored.info.step)
             return restored
         raise error
 

@@ -68,10 +68,18 @@ def error_of(directory: AnyPath, builds: str = "") -> StepDeletedError:
     """The error of who reads a step that is gone."""
     return StepDeletedError(
         f"{directory}: expected a step to read, found that it was deleted{builds}. It is gone and "
-        "not damaged, as a manager's retention deletes steps: call manager.reload() and "
-        "restore the newest step, or restore with skip_damaged=True. Steps that are there now: "
-        f"{lineages.shown_steps(_left(directory))}."
+        "not damaged, as a manager's retention deletes steps. Steps that are there now: "
+        f"{lineages.shown_steps(_left(directory))}. Call manager.reload() and restore the newest "
+        "of these, or restore with skip_damaged=True."
     )
+
+
+def is_emptied(step: AnyPath) -> bool:
+    """True if no file is left in a step's directory, as where its deletion was killed."""
+    place = at(step)
+    with contextlib.suppress(OSError):
+        return place.on_file_system and place.is_folder and next(place.list(), None) is None
+    return False
 
 
 def is_deleted(item_directory: AnyPath) -> bool:

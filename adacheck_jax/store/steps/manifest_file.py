@@ -69,8 +69,8 @@ def read_file(path: AnyPath) -> Manifest:
         raise unreadable(path, error) or FormatError(
             f"{path}: expected the manifest of a step saved by AdaCheckHandler, found none "
             f"({error.strerror}). A step that stock Orbax saved is read with "
-            "ocp.StandardCheckpointer; a step that lost its manifest cannot be verified. If a "
-            "process was killed while it deleted the step, the next run's saves remove the rest."
+            "ocp.StandardCheckpointer; a step that lost its manifest cannot be verified. If its "
+            "deletion was cut off, the next run's saves remove the rest; if a copy was, copy again."
         ) from error
     return manifest_json.decode(data, where=str(path))
 

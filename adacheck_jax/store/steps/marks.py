@@ -97,6 +97,11 @@ def is_rest(step: AnyPath) -> bool:
     return not (is_marked and items) and all(map(_WRITTEN.fullmatch, names))
 
 
+def is_part(step: AnyPath) -> bool:
+    """True if nothing lies in a directory but what Orbax and this library write into a step."""
+    return all(_WRITTEN.fullmatch(name) for name, _ in at(step).described())
+
+
 def is_item(directory: AnyPath) -> bool:
     """True if a directory lies in that of its step.
 
