@@ -285,6 +285,7 @@ class Pending(KnownStep):
                 found = compare(updates) if compare else {}
             if not plan.is_base:
                 self.expect_unchanged()
+            self._expect_same(plan, before)
             self._prove(plan, found, proof)
             self._move(Phase.PROVED, plan)
         except BaseException as error:
@@ -361,6 +362,17 @@ class Pending(KnownStep):
             return frozenset()
         own, last = self.sums(), before.sums()
         return frozenset(i for i in same if own[i] != last[i])
+
+    def _expect_same(self, plan: SavePlan, before: KnownStep | None) -> None:
+        """Raises AdaCheckError if the step has no update, and another state than the one before.
+
+        Several processes find that out with their shares.
+        """
+        if jax.process_count() > 1 or before is None or not plan.unchanged:
+            return
+        own, last = self.sums(), before.sums()
+        if changed := [i for i in plan.unchanged if own[i] != last[i]]:
+            raise AdaCheckError(changed_alone(self.label, self.step, plan.structure, changed))
 
     def _with_spare(self, plan: SavePlan, wrong: Collection[int]) -> SavePlan:
         """The plan that stores what is wrong of the spare leaves, if there still is a delta."""
@@ -453,6 +465,15 @@ CAUSES = (
     "and the save; a transformation or projection after the Recorder; another optimizer than the "
     "handler's recorder; arithmetic that is not pinned (pin=False)."
 )
+
+
+def changed_alone(where: object, step: int, structure: Structure, leaves: Collection[int]) -> str:
+    """The error of a step that was changed without an update, as far as it can be told."""
+    return (
+        f"{where}: expected at step {step} the state of the step before, since the update counter "
+        f"is the same; but {few_of(structure, leaves)} changed without an update (edited by hand, "
+        "or rolled back in memory?)."
+    )
 
 
 def mismatch(structure: Structure, wrong: Collection[int]) -> str:

@@ -80,15 +80,9 @@ def _validate_local(step: int, reports: Sequence[Report], structure: Structure) 
 def _validate_unchanged(
     save: Save, step: Pending, before: Sequence[int], found: Sequence[int]
 ) -> None:
-    changed = next((i for i in step.plan.unchanged if found[i] != before[i]), None)
-    if changed is not None:
-        raise AdaCheckError(
-            f"{save.directory}: expected at step {step.step} the state of the step "
-            "before, since the update counter is the same; but "
-            f"{save.structure.leaves[changed].path} changed without an update (edited by hand, "
-            f"or rolled back in memory?). Step {save.own.step} is not saved; the next one will "
-            "be a base."
-        )
+    if changed := [i for i in step.plan.unchanged if found[i] != before[i]]:
+        told = pending.changed_alone(save.directory, step.step, save.structure, changed)
+        raise AdaCheckError(f"{told} Step {save.own.step} is not saved; the next one is a base.")
 
 
 def _validate_healed(save: Save, step: Pending, reports: Sequence[Report]) -> None:

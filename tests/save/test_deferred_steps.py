@@ -264,6 +264,21 @@ def test_a_step_without_an_update_is_recorded(tmp_path):
     assert {*found} == {True, False}
 
 
+def test_an_edited_step_takes_none_of_the_recorded_ones_before_it_along(tmp_path, loop):
+    """A swap of params for an evaluation, say, behind the update counter's back."""
+    assert loop.keep(4) == "srrr"
+    loop.edit("params/in/kernel", lambda x: x + 1)
+    loop.number += 1
+    assert loop.record()  # it has no update, so that nothing is replayed
+    with pytest.raises(adacheck.AdaCheckError, match=r"not saved: 5, .*kernel changed without"):
+        loop.put_and_wait()
+    loop.forget(5)
+    loop.train()
+    loop.save()
+    loop.check()
+    assert holders(tmp_path)[4] > 4, "the steps before are written with the next one"
+
+
 # --- looks at other steps -----------------------------------------------------------------------
 
 
