@@ -402,6 +402,15 @@ class Saver:
         self._has_gap = False
         return planner.settle_last_deferred() if waits else ""
 
+    def fits(self, state: PyTree) -> bool:
+        """True if a save of a state can write the deferred steps too, which have its leaves."""
+        deferred = self._planner.line.deferred
+        try:
+            found = self._planner.snapshots.take(state).structure.leaves if deferred else ()
+        except (AdaCheckError, TypeError, ValueError):  # raised by the save
+            return True
+        return not deferred or found == deferred[-1].leaves
+
     def finish(self) -> None:
         """Waits until nothing of deferred steps is in the caller's arrays any more."""
         self._stager.finish()

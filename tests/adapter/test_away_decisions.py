@@ -26,6 +26,7 @@ FACTS = st.builds(
     has_refused=st.booleans(),
     deferred=st.integers(0, 20),
     portion=st.integers(1, 20),
+    fits=st.booleans(),
     answers=st.sampled_from([None, True, False]),
 )
 
@@ -41,6 +42,8 @@ def test_a_step_is_saved_only_where_nothing_is_lost_by_it(facts):
         assert facts.in_flight is SaveState.ENDED
         assert facts.is_due
         assert not facts.has_gap
+    if facts.deferred and not facts.fits:
+        assert action is Action.WAIT
     if action is Action.SAVE:  # with all that is in memory, or nothing is
         assert not facts.has_refused
         assert not facts.is_acknowledged or (facts.is_ours and facts.deferred < facts.portion)

@@ -116,6 +116,24 @@ def test_a_step_that_another_holds_is_restored_by_its_number(tmp_path, run, name
             manager.restore(9, args=ocp.args.Composite(state=wanted))
 
 
+def test_recorded_steps_are_written_before_a_state_of_another_structure(tmp_path, run, caplog):
+    with adacheck.checkpoint_manager(tmp_path, run.recorder) as manager:
+        saved = save_steps(manager, run, 1)
+        for step in (2, 3):
+            assert manager.handler.record_step(run.advance(), step)
+            saved[step] = host_copy(run.state)
+        grown = {**run.state, "head": jnp.ones(3)}  # which is trained from here on
+        assert not manager.handler.record_step(grown, 4)
+        assert manager.save(4, args=adacheck.SaveArgs(grown))
+        assert manager.all_steps() == [1, 3, 4]
+        for step, expected in saved.items():
+            args = adacheck.RestoreArgs(abstract(run.state))
+            assert_same_bits(manager.restore(step, args=args), expected)
+        args = adacheck.RestoreArgs(abstract(grown))
+        assert_same_bits(manager.restore(4, args=args), host_copy(grown))
+    assert "not saved" not in caplog.text
+
+
 def test_a_root_may_be_relative_or_in_the_home_directory(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("HOME", str(tmp_path / "home"))

@@ -316,7 +316,10 @@ class World:
             self._server.come_back()
         until_s = time.monotonic() + LIMIT_S
         while any(each.returncode is None for each in children) and time.monotonic() < until_s:
-            time.sleep(0.02)
+            time.sleep(0.1)
+            if len(children) > 1 and all(["over"] in own for own in self._read(len(children))):
+                time.sleep(2.0)  # Orbax's threads hold up the end of a process for ten minutes
+                return
         if any(each.returncode is None for each in children):
             self.tally.crashed.append(f"{self._name}: hangs with {fault}; see {self._place}")
 

@@ -44,6 +44,7 @@ class StorageFacts:
         is_acknowledged: True if steps are in memory for which ``save`` has answered True.
         has_refused: True if one of them was refused, and is to be written again.
         deferred: number of the others.
+        fits: True if a save of the step can write these too; a base cannot.
         portion: number of those that a save takes with it.
         answers: True if storage answers; None if it was not looked at.
     """
@@ -57,6 +58,7 @@ class StorageFacts:
     has_refused: bool
     deferred: int
     portion: int
+    fits: bool = True
     answers: bool | None = None
 
 
@@ -64,6 +66,8 @@ def decide(facts: StorageFacts) -> Action:
     """The action on a step."""
     if facts.in_flight is SaveState.FAILED:
         return Action.RESOLVE
+    if facts.deferred and not facts.fits:
+        return Action.WAIT
     is_tried = facts.in_flight is SaveState.ENDED and facts.is_due and not facts.has_gap
     if is_tried and (facts.is_ours or not facts.is_acknowledged):  # those before are written first
         if facts.answers is None:

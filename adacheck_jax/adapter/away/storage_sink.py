@@ -106,7 +106,7 @@ class StorageSink:
         if is_ours := is_ours and self._run.lines.is_only(item or DEFAULT_ITEM_NAME):
             self._item = item
         try:
-            action, answer = self._decided(step, check, is_ours=is_ours)
+            action, answer = self._decided(step, args, check, is_ours=is_ours)
         except BaseException:
             self._run.lines.note_gap()
             raise
@@ -128,12 +128,12 @@ class StorageSink:
             raise
 
     def _decided(
-        self, step: int, check: Callable[[], None], *, is_ours: bool
+        self, step: int, args: Any, check: Callable[[], None], *, is_ours: bool
     ) -> tuple[Action, Report]:
         """The action of all processes on a step, and what goes with that."""
         call = f"save({step})"
         while True:
-            decide = functools.partial(self._decision, step, is_ours=is_ours)
+            decide = functools.partial(self._decision, step, args, is_ours=is_ours)
             answer = self._together.decided(decide, call, check)
             call = ""
             action = Action(answer["action"])
@@ -148,7 +148,7 @@ class StorageSink:
                     self._end(step)
                 return action, answer
 
-    def _decision(self, step: int, *, is_ours: bool) -> Report:
+    def _decision(self, step: int, args: Any, *, is_ours: bool) -> Report:
         """The action on a step, as process 0 sees it."""
         acknowledged, in_flight = self.acknowledged, self._in_flight.state()
         if in_flight is SaveState.ENDED:
@@ -164,6 +164,7 @@ class StorageSink:
             has_refused=lag.refused is not None,
             deferred=len(lag.deferred),
             portion=lag.portion,
+            fits=not (is_ours and lag.deferred) or self._run.lines.fits(args.state),
         )
         if (action := decide(facts)) is Action.LOOK:
             if self._look is None:

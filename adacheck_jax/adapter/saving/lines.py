@@ -14,6 +14,7 @@ from collections.abc import Iterator, Mapping, Sequence
 import jax
 
 from adacheck_jax.adapter.restoring import finding
+from adacheck_jax.device.trees import PyTree
 from adacheck_jax.errors import AdaCheckError
 from adacheck_jax.format.manifest import DeltaManifest
 from adacheck_jax.format.one_process import OneProcess
@@ -140,6 +141,11 @@ class Lines:
         """The backlog of the steps in memory; None before the first one, or of several lines."""
         found = self._with_steps()
         return found[0][1].backlog if len(found) == 1 else None
+
+    def fits(self, state: PyTree) -> bool:
+        """True if a save of a state can write the steps in memory too, which have its leaves."""
+        found = self._with_steps()
+        return len(found) != 1 or found[0][1].fits(state)
 
     def note_gap(self, *, is_lost: bool = False) -> None:
         """Notes that the save of a step was refused; ``is_lost`` if others may have begun it."""
