@@ -372,7 +372,7 @@ class Pending(KnownStep):
             return
         own, last = self.sums(), before.sums()
         if changed := [i for i in plan.unchanged if own[i] != last[i]]:
-            raise AdaCheckError(changed_alone(self.label, self.step, plan.structure, changed))
+            raise changed_alone(self.label, self.step, plan.structure, changed)
 
     def _with_spare(self, plan: SavePlan, wrong: Collection[int]) -> SavePlan:
         """The plan that stores what is wrong of the spare leaves, if there still is a delta."""
@@ -467,12 +467,14 @@ CAUSES = (
 )
 
 
-def changed_alone(where: object, step: int, structure: Structure, leaves: Collection[int]) -> str:
-    """The error of a step that was changed without an update, as far as it can be told."""
-    return (
+def changed_alone(
+    where: object, step: int, structure: Structure, leaves: Collection[int], then: str = ""
+) -> AdaCheckError:
+    """The error of a step that was changed without an update, and what follows from it."""
+    return AdaCheckError(
         f"{where}: expected at step {step} the state of the step before, since the update counter "
         f"is the same; but {few_of(structure, leaves)} changed without an update (edited by hand, "
-        "or rolled back in memory?)."
+        f"or rolled back in memory?).{then}"
     )
 
 

@@ -81,8 +81,8 @@ def _validate_unchanged(
     save: Save, step: Pending, before: Sequence[int], found: Sequence[int]
 ) -> None:
     if changed := [i for i in step.plan.unchanged if found[i] != before[i]]:
-        told = pending.changed_alone(save.directory, step.step, save.structure, changed)
-        raise AdaCheckError(f"{told} Step {save.own.step} is not saved; the next one is a base.")
+        then = f" Step {save.own.step} is not saved; the next one will be a base."
+        raise pending.changed_alone(save.directory, step.step, save.structure, changed, then)
 
 
 def _validate_healed(save: Save, step: Pending, reports: Sequence[Report]) -> None:
