@@ -492,7 +492,7 @@ class Life:
                 spoil(self.manager)
             if not (fault or given.get("dies_in")):
                 with self.telling(step):
-                    self._go_on(step)
+                    self._go_on(step, is_last=step == last)
                 time.sleep(max(begin_s + given.get("pace_s", 0.0) - time.monotonic(), 0))
                 continue
             if given.get("dies_in") and step == last:
@@ -517,9 +517,10 @@ class Life:
             tell("unsaved", step, error)
             self.manager.reload()
 
-    def _go_on(self, step: int) -> None:
+    def _go_on(self, step: int, *, is_last: bool) -> None:
         """Records or saves a step, and does what else a loop may do."""
-        if chance("recorded") and self.handler.record_step(self.run.state, step):
+        # What is recorded last is saved by the manager that is closed, without metadata.
+        if chance("recorded") and not is_last and self.handler.record_step(self.run.state, step):
             tell("recorded", step)
             return
         tell("saving", step)

@@ -31,8 +31,8 @@ START_S, LIMIT_S = 180.0, 300.0
 """Longest silence before a life begins to train, and longest life."""
 _ENDED_BY_JAX = "JAX distributed service detected fatal errors"
 """What JAX prints before it ends a process by SIGABRT, since another one has died."""
-_REFUSED = re.compile(r"state that was trained, in ([^.]*)\.")
-"""Leaves of a step that was refused, in its error."""
+_REFUSED = re.compile(r"step (\d+): replaying [^,]* state that was trained, in ([^.]*)\.")
+"""A step that was refused, and its leaves, in its error."""
 _TMPFS_BYTES, _TMPFS_INODES = 64 << 20, 4000
 PHASES = {
     "before": "before its share is written",
@@ -461,11 +461,12 @@ class World:
             if what in ("failed", "unsaved"):
                 failed = True
                 saved.discard(step)
-        unsaved = [" ".join(words) for words in self._lines[0] if words[0] == "unsaved"]
-        # A sample may miss an edit of another leaf; one that was found is stored from then on.
-        leaves = [_REFUSED.findall(each) for each in unsaved]
-        if len({*map(tuple, leaves)}) < len(leaves) or not all(leaves):
-            self.tally.other.append(f"{self._name}: refused twice: {unsaved[-1]}")
+        unsaved, told = [words for words in self._lines[0] if words[0] == "unsaved"], {}
+        for words in unsaved:  # a leaf that was told is stored from then on
+            found = _REFUSED.findall(" ".join(words))
+            if not found or any(int(x) > told.get(leaves, math.inf) for x, leaves in found):
+                self.tally.other.append(f"{self._name}: refused twice: {' '.join(words)}")
+            told = {leaves: int(words[1]) for _, leaves in found} | told
         self.tally.counts["edits found too late, and refused"] += len(unsaved)
         if is_clean and not failed and self._is_local and not self.profile.memory:
             self._judge_left()
