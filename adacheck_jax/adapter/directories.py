@@ -98,7 +98,7 @@ def root_path(root: AnyPath | str) -> epath.Path:
             missing by which Orbax reaches a store.
         TypeError: it is no path.
     """
-    if not isinstance(root, str | os.PathLike | Location):
+    if not isinstance(root, str | os.PathLike | Location) or not str(root):
         raise TypeError(
             f"expected a path or a URL as the root, found {root!r}. Nothing was made; give "
             f"checkpoint_manager a directory, or {shown('bucket/name')}."

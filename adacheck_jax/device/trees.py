@@ -170,4 +170,5 @@ def check_same_leaves(
     count = sum(map(len, differences.values()))
     if count:
         lists = [f"{k} ({len(x)}): {listed(x)}." for k, x in differences.items() if x]
-        raise MismatchError("\n  ".join([f"{where}: {count} leaves differ.", *lists, remedy]))
+        differ = "1 leaf differs" if count == 1 else f"{count} leaves differ"
+        raise MismatchError("\n  ".join([f"{where}: {differ}.", *lists, remedy]))

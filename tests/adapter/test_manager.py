@@ -151,12 +151,15 @@ def test_a_root_may_be_relative_or_in_the_home_directory(tmp_path, monkeypatch):
 @pytest.mark.parametrize(
     ("root", "error", "message"),
     [
-        *((each, TypeError, "a path or a URL as the root, found") for each in (None, 5, b"root")),
+        *(
+            (each, TypeError, "a path or a URL as the root, found")
+            for each in (None, 5, b"root", "")
+        ),
         *((each, StorageError, f"found '{each}' in it") for each in ("~", "s3:", "gs:")),
     ],
 )
 def test_what_is_no_root_or_stands_for_another_is_refused(tmp_path, run, root, error, message):
-    root = tmp_path / root / "run" if isinstance(root, str) else root
+    root = tmp_path / root / "run" if error is StorageError else root
     with pytest.raises(error, match=message):
         adacheck.checkpoint_manager(root, run.recorder)
     if error is StorageError:
@@ -306,6 +309,9 @@ class TestWhatAManagerIsGiven:
             for args in wrong:
                 with pytest.raises(ValueError, match=r"RestoreArgs.* found .*Nothing was restored"):
                     manager.restore(1, args=args)
+            wrong_step: Any = state
+            with pytest.raises(ValueError, match=r"found a dict as the step\. Give the number of"):
+                manager.restore(wrong_step, args=adacheck.RestoreArgs(state))
             assert manager.all_steps() == [1]
 
     def test_arguments_among_other_items(self, tmp_path, run):

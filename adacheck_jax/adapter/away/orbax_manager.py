@@ -15,6 +15,7 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 import jax
+import numpy as np
 import orbax.checkpoint as ocp
 from etils import epath
 
@@ -230,12 +231,18 @@ class AdaCheckManager(Closing, ocp.CheckpointManager):
         Of several processes all call it, for the same step and a state of the same leaves.
 
         Raises:
-            ValueError: ``args`` are none of this library.
+            ValueError: ``args`` are none of this library, or the step is no number.
             AdaCheckError: the processes do not call alike.
             StepDeletedError: it was deleted before or while it was read.
             FileNotFoundError: no step holds it; or a later one does, and other items than the
                 state are asked for, of which there are none.
         """
+        given: object = step
+        if not isinstance(given, int | str | np.number | None):
+            raise ValueError(
+                f"expected restore(step, args=...), found a {type(given).__name__} as the step. "
+                "Give the number of a step, and the state by args=adacheck.RestoreArgs(state)."
+            )
         call, item = f"restore({step})", self._state_item(args)
         expect_same = functools.partial(inputs.expect_same, where=f"{self.directory}")
         self._together.meet(call, lambda: restores.described(args, item), expect_same)
