@@ -85,12 +85,13 @@ class Program:
         self.places, self.shardings = places or (), shardings and tuple(shardings)
         platforms = (device.platform for each in types for device in each.sharding.device_set)
         self._is_on_cpu = next(platforms, "") == "cpu"
-        self._compiled = _shared(function, self.shardings) if self._is_on_cpu else function
+        self._jitted = _shared(function, self.shardings) if self._is_on_cpu else function
+        self._compiled = self._jitted
 
     def compile(self) -> None:
         """Compiles it; else the first call does."""
         effort = (_EFFORT,) if self._is_on_cpu else ()
-        self._compiled = _compiled(self.mesh, self._compiled, self.types, *self.operands, *effort)
+        self._compiled = _compiled(self.mesh, self._jitted, self.types, *self.operands, *effort)
 
     def __call__(self, arrays: Sequence[jax.Array], *operands: Any) -> Result:
         """Starts it, now or with others."""
@@ -101,10 +102,9 @@ class Program:
 
     def run(self, arrays: Sequence[jax.Array], operands: Sequence[Any]) -> Any:
         """Dispatches the program by itself."""
-        with _entered(self.mesh):
-            if not self._is_on_cpu:
-                return self._compiled(arrays, *operands)
-            return self._compiled(arrays, *operands, _EFFORT)[0]
+        effort = (_EFFORT,) if self._is_on_cpu else ()
+        result = _called(self.mesh, self._compiled, self._jitted, arrays, *operands, *effort)
+        return result[0] if self._is_on_cpu else result
 
 
 _EFFORT = np.ones((16, 16), np.float32)
@@ -249,16 +249,16 @@ class _Joint:
         assert self._compiled is not None
         arrays = [calls[k].arrays[n] for k, n in self._taken.values()]
         operands = [call.operands for call in calls]
-        with _entered(self._programs[0].mesh):
-            return self._compiled.result()(arrays, operands, _EFFORT)[0]
+        mesh = self._programs[0].mesh
+        return _called(mesh, *self._compiled.result(), arrays, operands, _EFFORT)[0]
 
-    def _compile(self) -> Any:
+    def _compile(self) -> tuple[Any, Any]:
         programs = self._programs
         arrays = [programs[k].types[n] for k, n in self._taken.values()]
         operands = [program.operands for program in programs]
         shardings = [each.shardings and [*each.shardings] for each in programs]
         function = _with_effort(self._joined, shardings)
-        return _compiled(programs[0].mesh, function, arrays, operands, _EFFORT)
+        return _compiled(programs[0].mesh, function, arrays, operands, _EFFORT), function
 
     def _joined(
         self, arrays: Sequence[jax.Array], operands: Sequence[Sequence[Any]]
@@ -273,6 +273,21 @@ class _Joint:
 def _compiled(mesh: Mesh | None, function: Any, *types: Any) -> Any:
     with _entered(mesh):
         return function.lower(*types).compile()
+
+
+def _called(mesh: Mesh | None, compiled: Any, jitted: Any, *given: Any) -> Any:
+    """Calls a function as it was compiled; for arrays in other layouts as jax compiles it anew.
+
+    jax refuses to call what was compiled for the layouts that devices prefer with arrays in others
+    (``jax.experimental.layout``). To ask each array for its layout beforehand takes too long.
+    """
+    with _entered(mesh):
+        try:
+            return compiled(*given)
+        except ValueError as error:
+            if "layout" not in str(error):
+                raise
+            return jitted(*given)
 
 
 @contextlib.contextmanager
