@@ -51,7 +51,7 @@ __all__ = [
 
 
 class AdaCheckError(Exception):
-    """Base class of every error that this library raises on purpose."""
+    """Base class of this library's own errors."""
 
 
 class RecorderError(AdaCheckError):

@@ -153,11 +153,18 @@ class TrainingRun:
         except BaseException as error:
             exchange.fail(error, "recover its part")
             raise
-        stored, count = "no step" if known is None else f"step {known.step}", made.replayed_count
-        _log.info(
-            "Step %d is recovered from %s (%d updates replayed); storage has %s.",
-            *(made.step, delivery.source, count, stored),
-        )
+        count = made.replayed_count
+        if known is None:
+            _log.warning(
+                "%s has no step in storage: step %d is recovered from %s (%s). To begin anew, "
+                "remove that directory, and start again.",
+                *(there, made.step, delivery.source, self._options.shadow_directory),
+            )
+        else:
+            _log.info(
+                "Step %d is recovered from %s (%d updates replayed); storage has step %d.",
+                *(made.step, delivery.source, count, known.step),
+            )
         self.restored = RestoreInfo(made.step, count, (), 0.0, source=delivery.source)
         return made.step, made.state
 

@@ -72,12 +72,13 @@ def unsupported(path: str, leaf: Any) -> MismatchError:
     found, dtype = f"a {type(leaf).__name__}", getattr(leaf, "dtype", None)
     if dtype is not None and not isinstance(leaf, np.ma.MaskedArray):
         found = f"an array of {dtype}"
-    elif isinstance(leaf, int):
+    elif isinstance(leaf, int | complex):
         found = f"the number {leaf}"
     return MismatchError(
-        f"Unsupported type: leaf {path}: expected an array or a number, of booleans, integers and "
-        f"floats of at most 64 bits, or complex numbers of at most 128 (and not {without}), or "
-        f"typed PRNG keys of JAX's own; found {found}. Nothing was saved; cast it, save its bits "
+        f"Unsupported type: leaf {path}: expected an array of booleans, integers and floats of at "
+        f"most 64 bits, complex numbers of at most 128 (and not {without}), or typed PRNG keys of "
+        f"JAX's own; or a Python bool, int or float; found {found}. Nothing was saved; cast it "
+        "(a complex number by np.asarray), save its bits "
         "(view of numpy, jax.lax.bitcast_convert_type, jax.random.key_data), save it as another "
         "item beside the state, or leave it out."
     )

@@ -79,9 +79,8 @@ def check_bits(
         count = len(_present(leaves))
         raise IntegrityError(
             f"{where}: {len(wrong)} of {count} leaves of step {end.step} do not have "
-            f"the bits that were saved: {listed(wrong)}. The stored data is damaged, or replay of "
-            f"the update is not exact here.{_other_settings(lineage)} Nothing was returned; "
-            "restore another step, or a base step."
+            f"the bits that were saved: {listed(wrong)}. The stored data is damaged"
+            f"{_other_cause(lineage)}. Nothing was returned; restore another step, or a base step."
         )
     return different
 
@@ -91,8 +90,8 @@ def _present(leaves: Sequence[Any]) -> dict[int, Any]:
     return {i: x for i, x in enumerate(leaves) if x is not None and not is_abstract(x)}
 
 
-def _other_settings(lineage: Lineage) -> str:
-    """A sentence that names the settings of arithmetic that differ from the save's."""
+def _other_cause(lineage: Lineage) -> str:
+    """The cause that is no damage, with the settings of arithmetic that differ from the save's."""
     here, saved = update_program.environment(), lineage.base.environment
     if not lineage.replayed_count:
         return ""
@@ -101,7 +100,10 @@ def _other_settings(lineage: Lineage) -> str:
         for name, value in saved.items()
         if name in here and here[name] != value
     ]
-    return f" Not the same here: {'; '.join(other)}." if other else ""
+    return (
+        ", or replay of the update is not exact here, as on another processor, or under other XLA "
+        f"flags{'. Not the same here: ' if other else ''}{'; '.join(other)}"
+    )
 
 
 def bound_to_mesh(lineage: Lineage) -> frozenset[int]:

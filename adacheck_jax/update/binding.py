@@ -354,7 +354,8 @@ def _check_apart(bindings: Sequence[Binding]) -> None:
                     f"expected recorders that update different leaves, found that those at "
                     f"{owners[path]!r} and {binding.prefix!r} both update {path}. Wrap all "
                     "transformations of the same params in one Recorder; where the params are of "
-                    f"different models, say which: params_path={{{binding.prefix!r}: ...}}."
+                    f"different models, say which: params_path={{{binding.prefix!r}: ...}}; of "
+                    "optimizers with losses of their own record one, or use delta='bits' without."
                 )
             owners[path] = binding.prefix
 

@@ -67,7 +67,7 @@ BAD_STATES = {
 } | {
     name: (
         functools.partial(dict, x=X, bad=leaf),
-        rf"leaf bad: expected an array .* found a.* {name}",
+        rf"leaf bad: expected an array .* found .* {name}",
     )
     for name, leaf in {
         "float8_e4m3": np.zeros(3, jnp.float8_e4m3),
@@ -83,7 +83,7 @@ BAD_STATES = {
         r"\(numpy.record, ": np.rec.array([(1, 2.0)], dtype=[("a", "i4"), ("b", "f4")]),
         "MaskedArray": np.ma.array([1.0, 2.0], mask=[False, True]),
         r"\[\('float0'": np.zeros(3, jax.dtypes.float0),
-        "complex": 1j,
+        "number 1j": 1j,
     }.items()
 }
 

@@ -2,8 +2,9 @@
 
 Usage: forks_worker.py SITUATION ROOT MEMORY
 
-SITUATION is what is at work: idle, saving, folding, writing (a base in the background), written (it
-waits for its place), publishing; or one of them after ``end-``: then the process ends as it stands.
+SITUATION is what is at work: idle, saving, managing (saving by a manager of this library), folding,
+writing (a base in the background), written (it waits for its place), publishing; or one of them
+after ``end-``: then the process ends as it stands.
 Each of ``DEEDS`` is done in a forked child meanwhile; then the process goes on. Prints JSON.
 """
 
@@ -39,11 +40,12 @@ from adacheck_jax.store.steps import roots
 from adacheck_jax.update.elements.host_fold import HostFold
 from tests import support
 
-SITUATIONS = ("idle", "saving", "folding", "writing", "written", "publishing")
+SITUATIONS = ("idle", "saving", "managing", "folding", "writing", "written", "publishing")
 DEEDS = ("close", "leave", "collect", "use", "load")
 PATIENCE_S = 15.0
 HELD = {
     "saving": (share, "write"),
+    "managing": (share, "write"),
     "folding": (HostFold, "advance"),
     "writing": (new_base, "write"),
     "publishing": (Writer, "write"),
@@ -91,12 +93,19 @@ class Training:
         # leaves a thread of Orbax's, with any handler, waiting for it for as long as it may.
         self.is_end = is_end
         self.run = support.dict_run(support.mesh_of((1, 1)))
-        self.handler = adacheck.AdaCheckHandler(
-            self.run.recorder,
-            max_deltas=adacheck.AdaptivePolicy(most_deltas=LINEAGE),
-            shadow=adacheck.Shadow(directory=memory),
-        )
-        self.manager = support.manager_of(root / "steps", self.handler)
+        options: Any = {
+            "max_deltas": adacheck.AdaptivePolicy(most_deltas=LINEAGE),
+            "shadow": adacheck.Shadow(directory=memory),
+        }
+        recorder = self.run.recorder
+        if situation == "managing":
+            found = adacheck.checkpoint_manager(
+                root / "steps", recorder, max_to_keep=None, **options
+            )
+            self.manager, self.handler = found, found.handler
+        else:
+            self.handler = adacheck.AdaCheckHandler(recorder, **options)
+            self.manager = support.manager_of(root / "steps", self.handler)
         self.publisher = Publisher(root / "weights", params_path="params")
         self.saved: dict[int, list[Any]] = {}
         self.held: Held | None = None
@@ -128,7 +137,7 @@ class Training:
         self.publish()
         if held := HELD.get(self.situation):
             self.held = Held(*held, passes=self.is_end)
-        if self.situation in ("saving", "folding"):
+        if self.situation in ("saving", "managing", "folding"):
             self.save(wait=False)
         elif self.situation == "publishing":
             self.run.advance()
@@ -187,13 +196,16 @@ def used(training: Training) -> int:
     """Uses everything in a child; returns an exit code."""
     state, version = training.run.state, training.run.count + 1
     args, steps = adacheck.RestoreArgs(support.abstract(state)), training.root / "steps"
-    calls = [
+    calls: list[Callable[[], object]] = [
         lambda: training.handler.record_step(state, version),
         lambda: training.handler.restore(epath.Path(steps / "1" / "default"), args),
         lambda: training.handler.recover(steps, args.abstract_state),
         lambda: training.publisher.publish(state, version=version),
         training.publisher.wait,
     ]
+    if training.situation == "managing":
+        calls.append(lambda: training.manager.save(version, args=adacheck.SaveArgs(state)))
+        calls.append(lambda: training.manager.restore(1, args=args))
     for number, call in enumerate(calls, 10):
         try:
             call()
@@ -239,6 +251,8 @@ def child(deed: str, training: list[Training]) -> None:
     code = 1
     try:
         if deed == "close":
+            if training[0].situation == "managing":
+                training[0].manager.wait_until_finished()
             training[0].manager.close()
             training[0].publisher.close()
         elif deed == "leave":

@@ -14,7 +14,7 @@ from adacheck_jax.format.one_process import OneProcess
 from tests.faults import forks_worker
 from tests.faults.forks_worker import DEEDS, SITUATIONS
 
-OTHERS = [each for each in SITUATIONS if each not in ("writing", "saving", "folding")]
+OTHERS = [each for each in SITUATIONS if each not in ("writing", "saving", "managing", "folding")]
 
 
 def ran(situation: str, tmp_path: Any) -> Any:
@@ -31,8 +31,8 @@ def ran(situation: str, tmp_path: Any) -> Any:
     return json.loads(done.stdout)
 
 
-@pytest.mark.first(0, slow=2)
-@pytest.mark.parametrize("situation", ["writing", "folding", "saving", *OTHERS])
+@pytest.mark.first(0, slow=3)
+@pytest.mark.parametrize("situation", ["writing", "managing", "folding", "saving", *OTHERS])
 def test_no_child_hangs_or_harms_its_parent(tmp_path, situation):
     found = ran(situation, tmp_path)
     assert found["outcomes"] == dict.fromkeys(DEEDS, "ended with 0")

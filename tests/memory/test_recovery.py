@@ -689,6 +689,16 @@ def test_one_call_restores_from_memory_or_else_from_storage(tmp_path, items, cap
     assert "has no states of" in told(caplog)  # storage has steps, and their memory is missing
 
 
+def test_a_step_whose_root_was_emptied_is_recovered_with_a_warning(trained, caplog):
+    assert trained.recovered() == 3
+    assert "in storage" not in caplog.text
+    shutil.rmtree(trained.root)
+    assert trained.recovered() == 3
+    (found,) = [x.getMessage() for x in caplog.records if x.levelno == logging.WARNING]
+    assert f"{trained.root} has no step in storage: step 3 is recovered from memory" in found
+    assert f"({trained.memory}). To begin anew, remove that directory" in found
+
+
 @pytest.mark.parametrize("is_used", [False, True])
 def test_files_of_an_earlier_run_make_room_unless_a_process_has_them(
     tmp_path, monkeypatch, is_used

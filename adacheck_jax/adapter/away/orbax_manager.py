@@ -49,6 +49,7 @@ def one_at_a_time(calls: Callable[..., Any]) -> Callable[..., Any]:
     @functools.wraps(calls)
     def called(self: AdaCheckManager, step: Any, *args: Any, **kwargs: Any) -> Any:
         expect_outside_callback(f"{calls.__name__}({step})")  # which would wait for its own end
+        self.handler.run.lines.process.enter()
         with self.calling:
             return calls(self, step, *args, **kwargs)
 
@@ -263,6 +264,11 @@ class AdaCheckManager(Closing, ocp.CheckpointManager):
                     raise
                 return restores.without_item(self, step, args, item, error)
 
+    @property
+    def _is_elsewhere(self) -> bool:
+        """True in a child that was forked from the process that has saved or restored."""
+        return self.handler.run.lines.process.is_elsewhere
+
     def reached_preemption(self, step: int) -> bool:
         """As Orbax's, for the training loop alone.
 
@@ -281,6 +287,8 @@ class AdaCheckManager(Closing, ocp.CheckpointManager):
             StorageError: storage refuses them; the message names them.
         """
         expect_outside_callback("wait_until_finished()")
+        if self._is_elsewhere:
+            return
         if (sink := self._sink) is not None and sink.is_asked:
             sink.wait()
         else:
@@ -300,6 +308,8 @@ class AdaCheckManager(Closing, ocp.CheckpointManager):
             StorageError: storage refuses them for a minute; the message names the steps that are
                 lost.
         """
+        if self._is_elsewhere:
+            return
         with self.closing() as in_haste:
             expect_outside_callback("close()")
             try:
@@ -360,7 +370,8 @@ def _behind_opening(method: Callable[..., Any]) -> Callable[..., Any]:
 
     @functools.wraps(method)
     def waiting(self: AdaCheckManager, *args: Any, **kwargs: Any) -> Any:
-        self._opener.wait()
+        if not self._is_elsewhere:
+            self._opener.wait()
         return method(self, *args, **kwargs)
 
     return waiting
@@ -397,7 +408,7 @@ _left_open = list[AdaCheckManager]()
 
 def _finish() -> None:
     """Waits for saves when the process ends; later no thread of theirs could begin another one."""
-    for each in [*_open_managers]:
+    for each in [each for each in _open_managers if not each._is_elsewhere]:
         try:
             if jax.process_count() == 1:
                 each.wait_until_finished()
