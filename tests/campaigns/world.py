@@ -530,6 +530,11 @@ class World:
         steps = {str(each.step) for each in roots.steps_of(top) if each.error is None}
         self.tally.counts["repairs"] += 1
         left = {each.below(top).partition("/")[0] for each in top.list()} - steps
+        if self._kept:  # retention was killed in the midst of those, and goes on with the next save
+            kept = sorted(map(int, steps))[-self._kept :]
+            left = {
+                x for x in left if not x.isdecimal() or len(kept) < self._kept or int(x) > kept[0]
+            }
         if left := {name for name in left if not name.startswith(".adacheck-")}:  # empty files
             self.tally.other.append(f"{self._name}: a repair has left {sorted(left)}")
 
