@@ -536,7 +536,9 @@ class Life:
 
     def _save(self, step: int, is_harmed: bool) -> None:
         """Saves a step, which may fail: once."""
-        args = adacheck.SaveArgs(self.run.state, custom_metadata=ABOUT)
+        # A step with metadata is not kept in memory while storage is away.
+        about = None if given.get("goes_on") else ABOUT
+        args = adacheck.SaveArgs(self.run.state, custom_metadata=about)
         tell("saving", step)
         errors, begin_s = list[str](), time.monotonic()
         waits = [] if given.get("goes_on") else [self.manager.wait_until_finished] * 2
