@@ -317,8 +317,9 @@ class World:
         until_s = time.monotonic() + LIMIT_S
         while any(each.returncode is None for each in children) and time.monotonic() < until_s:
             time.sleep(0.1)
-            if len(children) > 1 and all(["over"] in own for own in self._read(len(children))):
-                time.sleep(2.0)  # Orbax's threads hold up the end of a process for ten minutes
+            is_outage = fault.get("fault", {}).get("kind") in ("hangs", "refuses")
+            if is_outage and all(["over"] in own for own in self._read(len(children))):
+                time.sleep(2.0)  # Orbax's threads may hold up the end of a process for ten minutes
                 return
         if any(each.returncode is None for each in children):
             self.tally.crashed.append(f"{self._name}: hangs with {fault}; see {self._place}")
@@ -381,7 +382,7 @@ class World:
                     self.tally.crashed.append(f"{where}: signal {-code}: {last[:300]}")
             elif code > 0 and code not in allowed and (ends or len(codes) == 1):
                 self.tally.other.append(f"{where}: a process failed")
-            elif code and ends and len(codes) == 1 and code not in allowed:
+            elif code and ends and len(codes) == 1 and ["over"] not in self._lines[0]:
                 self.tally.crashed.append(f"{where}: ended with {code}")
 
     def _judge_beginning(self, begun: Sequence[tuple[str, int, str]], newest: int) -> None:
