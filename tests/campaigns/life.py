@@ -271,7 +271,8 @@ def in_all(steps: list[int]) -> list[int]:
     """The steps that all processes name; collective."""
     if own.processes == 1:
         return steps
-    padded = np.array([*steps, *[-1] * 64][:64])
+    assert len(steps) <= 512, "more steps than are told"
+    padded = np.array([*steps, *[-1] * 512][:512])
     every = multihost_utils.process_allgather(padded)
     return sorted(set.intersection(*({*map(int, row)} for row in every)) - {-1})
 

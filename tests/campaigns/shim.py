@@ -103,6 +103,7 @@ def volatile(log: Path, renamed: PurePath) -> list[str]:
             directories.add(path.parent)
             if call == "unlink":
                 files.discard(path)
+                directories.discard(path)
         elif call in {"rename", "link"}:
             directories |= {path.parent, target.parent} if call == "rename" else {target.parent}
             if path in files:
