@@ -1,4 +1,8 @@
-"""A state that another process has left in the shadow's file, taken and compared."""
+"""A state that another process has left in the shadow's file, taken and compared.
+
+A process alone goes on in the file that it finds: as a run of one (``together``) it would have
+the state in host memory twice, until its first base.
+"""
 
 from __future__ import annotations
 

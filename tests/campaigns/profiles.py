@@ -144,7 +144,7 @@ PROFILES = {
         devices=4,
         kinds={"phase": 1, "ends": 0.3},
         worlds=({},),
-        life={"steps": 2, "waited": 1.0},
+        life={"steps": 2, "waited": 1.0, "kept": 3},
     ),
     "beside": Profile(
         "a step deleted while a command reads it",
