@@ -1,6 +1,7 @@
 """Object stores by the scheme of their URLs: one table of all in which they differ here.
 
-To add one: an entry, an extra of its name in ``pyproject.toml`` with its client, a server in
+To add one: an entry, an extra of its name in ``pyproject.toml`` with its client (in ``dev`` too,
+with the server), a server in
 ``SERVERS`` of ``tests/object_stores.py``, for the tests that all stores pass, and a column of
 ``docs/guide/clusters.md``. Tensorstore must have a driver with buckets, retries and conditional
 writes (:mod:`~adacheck_jax.store.storage.kvstore`), since it opens packs and bases by

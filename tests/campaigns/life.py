@@ -72,6 +72,7 @@ from adacheck_jax.update.elements.host_fold import HostFold
 from tests import support
 from tests.campaigns import shim
 from tests.campaigns.damage import Patient
+from tests.save.loop import holders
 
 given = json.loads(own.mode)
 rng = random.Random(given["seed"] * 100 + given["host"])
@@ -462,8 +463,14 @@ class Life:
 
     def _restore_all(self) -> None:
         """Restores each listed step, and what was recorded before it."""
+        inside = given["inside"]
+        if given.get("goes_on"):  # a manager records what it keeps while storage is away
+            where = holders(own.root)
+            inside = {
+                str(n): sorted(x for x in where if where[x] == n != x) for n in where.values()
+            }
         for saved in in_all(sorted(self.manager.all_steps())):
-            for step in (*given["inside"].get(str(saved), ()), saved):
+            for step in (*inside.get(str(saved), ()), saved):
                 args = (
                     self.target if step == saved else adacheck.RestoreArgs(self.abstract, step=step)
                 )
@@ -493,7 +500,7 @@ class Life:
                 spoil(self.manager)
             if not (fault or given.get("dies_in")):
                 with self.telling(step):
-                    self._go_on(step, is_last=step == last)
+                    self._go_on(step)
                 time.sleep(max(begin_s + given.get("pace_s", 0.0) - time.monotonic(), 0))
                 continue
             if given.get("dies_in") and step == last:
@@ -518,10 +525,9 @@ class Life:
             tell("unsaved", step, error)
             self.manager.reload()
 
-    def _go_on(self, step: int, *, is_last: bool) -> None:
+    def _go_on(self, step: int) -> None:
         """Records or saves a step, and does what else a loop may do."""
-        # What is recorded last is saved by the manager that is closed, without metadata.
-        if chance("recorded") and not is_last and self.handler.record_step(self.run.state, step):
+        if chance("recorded") and self.handler.record_step(self.run.state, step):
             tell("recorded", step)
             return
         tell("saving", step)
@@ -605,7 +611,8 @@ def examine() -> None:
             return "refused" if is_clear and names else "unclear", text[:500]
         if digest(state) != digests[str(step)]:
             return "wrong", "other bits"
-        if about.custom_metadata != ABOUT:
+        is_given = str(saved) in given["inside"]  # else it was recorded, and written at the end
+        if about.custom_metadata != (ABOUT if is_given else None):
             return "wrong", f"metadata {about.custom_metadata}"
         return "harmless", ""
 

@@ -5,6 +5,7 @@ leaf or leaves it to the next (models are :class:`_Raw` below, and of a code the
 :mod:`~adacheck_jax.format.encodings.codes`); its place in :data:`MODULES`; its letter in
 :class:`~adacheck_jax.format.encodings.form.Encoding`; and a line of ``docs/reference/format.md``.
 Layout, writing, reading and tests ask the table. An older release refuses the letter by name.
+An encoding takes any block, also one that its rule would leave alone, in at most 64 bytes more.
 """
 
 from __future__ import annotations
