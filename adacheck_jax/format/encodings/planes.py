@@ -116,7 +116,9 @@ def chosen(candidate: Candidate) -> Choice | None:
         letter = _best_difference([(candidate.blocks[k], x) for k, x in candidate.previous.items()])
     elif not candidate.compresses:
         return None
-    elif (letter := candidate.last) is None:
+    elif (last := candidate.last) is Encoding.RAW or last is Encoding.EXPONENTS:
+        letter = last  # of another module's it would have no codes
+    else:
         block = max(candidate.blocks.values(), key=lambda block: block.size)
         small = block.nbytes <= SMALL_BYTES
         letter = Encoding.RAW if small else _best_whole(_sample(words_of(block)))[0]
