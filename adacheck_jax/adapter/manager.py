@@ -9,6 +9,7 @@ from types import MappingProxyType
 from typing import Any, Final, Unpack
 
 import jax
+import numpy as np
 import orbax.checkpoint as ocp
 from etils import epath
 from orbax.checkpoint.checkpoint_managers import (
@@ -187,7 +188,9 @@ def shared_policy(
     Raises:
         ValueError: two of them say it, or it is no number of steps.
     """
-    if max_to_keep is not None and not (isinstance(max_to_keep, int) and max_to_keep >= 0):
+    if max_to_keep is not None and not (
+        isinstance(max_to_keep, int | np.integer) and max_to_keep >= 0
+    ):
         raise ValueError(
             f"expected max_to_keep to be an int >= 0, or None for all steps, found {max_to_keep!r}"
         )

@@ -276,7 +276,8 @@ class Pending(KnownStep):
             updates, found = plan.decision.updates, None
             if plan.spare:  # only the comparison tells which of them are stored
                 found = compare(updates) if compare else {}
-                plan = self._with_spare(plan, {*found, *self._changed(plan, before)})
+                same = frozenset(plan.unchanged).intersection(plan.spare)
+                plan = self._with_spare(plan, {*found, *self._changed(same, before)})
             if proof is not None:
                 proof.begin(plan)
             self._pack(plan)
@@ -285,7 +286,8 @@ class Pending(KnownStep):
                 found = compare(updates) if compare else {}
             if not plan.is_base:
                 self.expect_unchanged()
-            self._expect_same(plan, before)
+            if jax.process_count() == 1 and (changed := self._changed(plan.unchanged, before)):
+                raise changed_alone(self.label, self.step, plan.structure, changed)
             self._prove(plan, found, proof)
             self._move(Phase.PROVED, plan)
         except BaseException as error:
@@ -355,24 +357,12 @@ class Pending(KnownStep):
         except AdaCheckError as error:
             raise AdaCheckError(f"{self.label}: {error}") from None
 
-    def _changed(self, plan: SavePlan, before: KnownStep | None) -> frozenset[int]:
-        """The spare leaves that ought to be those of the step before, and are not."""
-        same = frozenset(plan.unchanged).intersection(plan.spare)
-        if not same or before is None:
-            return frozenset()
+    def _changed(self, leaves: Collection[int], before: KnownStep | None) -> list[int]:
+        """Those of some leaves that ought to be those of the step before, and are not."""
+        if not leaves or before is None:
+            return []
         own, last = self.sums(), before.sums()
-        return frozenset(i for i in same if own[i] != last[i])
-
-    def _expect_same(self, plan: SavePlan, before: KnownStep | None) -> None:
-        """Raises AdaCheckError if the step has no update, and another state than the one before.
-
-        Several processes find that out with their shares.
-        """
-        if jax.process_count() > 1 or before is None or not plan.unchanged:
-            return
-        own, last = self.sums(), before.sums()
-        if changed := [i for i in plan.unchanged if own[i] != last[i]]:
-            raise changed_alone(self.label, self.step, plan.structure, changed)
+        return sorted(i for i in leaves if own[i] != last[i])
 
     def _with_spare(self, plan: SavePlan, wrong: Collection[int]) -> SavePlan:
         """The plan that stores what is wrong of the spare leaves, if there still is a delta."""

@@ -82,7 +82,7 @@ class Resumer:
         gets the ``state``. ``measured`` are seconds by the names of costs; ``has_shadow``
         says that the state is the shadow's already.
 
-        After the step that was saved last, as it is restored to be evaluated, all stays as it is.
+        The step saved last, as it is restored to be evaluated, is the parent already: all stays.
         """
         update = restored.base.update
         needed = range(len(leaves)) if update is None else (*update.explained, *update.consumed)
@@ -93,7 +93,7 @@ class Resumer:
             snapshot = self._planner.snapshot_of_restored(restored, state)
         if snapshot is not None and not has_shadow:
             with self._lock:
-                if self._planner.line.stays(restored, snapshot.structure):
+                if self._planner.line.stay(restored, snapshot.structure):
                     self._moved(measured)
                     return
         specs, copies = self._copied(restored, leaves, snapshot)

@@ -404,12 +404,13 @@ class Saver:
 
     def fits(self, state: PyTree) -> bool:
         """True if a save of a state can write the deferred steps too, which have its leaves."""
-        deferred = self._planner.line.deferred
+        if not (deferred := self._planner.line.deferred):
+            return True
         try:
-            found = self._planner.snapshots.take(state).structure.leaves if deferred else ()
+            leaves = self._planner.snapshots.take(state).structure.leaves
         except (AdaCheckError, TypeError, ValueError):  # raised by the save
             return True
-        return not deferred or found == deferred[-1].leaves
+        return leaves == deferred[-1].leaves
 
     def finish(self) -> None:
         """Waits until nothing of deferred steps is in the caller's arrays any more."""

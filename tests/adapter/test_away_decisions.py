@@ -78,6 +78,7 @@ def test_a_save_in_regular_time_is_a_save(is_ours):
         has_refused=False,
         deferred=0,
         portion=2,
+        fits=True,
         answers=True,
     )
     assert decide(facts) is Action.SAVE

@@ -44,8 +44,8 @@ class StorageFacts:
         is_acknowledged: True if steps are in memory for which ``save`` has answered True.
         has_refused: True if one of them was refused, and is to be written again.
         deferred: number of the others.
-        fits: True if a save of the step can write these too; a base cannot.
         portion: number of those that a save takes with it.
+        fits: True if they have the leaves of this step; its save cannot write others.
         answers: True if storage answers; None if it was not looked at.
     """
 
@@ -58,7 +58,7 @@ class StorageFacts:
     has_refused: bool
     deferred: int
     portion: int
-    fits: bool = True
+    fits: bool
     answers: bool | None = None
 
 

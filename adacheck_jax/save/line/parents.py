@@ -156,10 +156,10 @@ class Line:
                 each.known.preparing.cancel()  # no baseline is needed; one in work is made
         self._candidates = (restored, *others)
 
-    def stays(self, restored: Lineage, structure: Structure) -> bool:
-        """True if a restored step is the one saved last: that is the only candidate again.
+    def stay(self, restored: Lineage, structure: Structure) -> bool:
+        """Stays with the step saved last, if a restored one is that; True if so.
 
-        All that the next save needs of its state is in memory, as a shadow may be.
+        All that the next save needs of its state is in memory, and so may be a shadow at it.
         """
         saved = self.saved
         if saved is None or saved.save is None or saved.save.error is not None:
