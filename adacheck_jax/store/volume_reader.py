@@ -26,13 +26,6 @@ _READ_AHEAD = 2
 _AT_ONCE = 256
 """Chunks that are looked for at a time: each holds a file open."""
 
-_CHAINS = {
-    zarr.names(zarr.chain(codec, word_bytes))
-    for codec in (None, *zarr.CODECS)
-    for word_bytes in (1, 4)
-}
-"""Names of the codecs that arrays may be stored in."""
-
 
 def stored_metadata(database: ts.KvStore, names: Sequence[str]) -> list[Any]:
     """Stored metadata of arrays: JSON, which anybody may have written.
@@ -99,8 +92,9 @@ def opened(database: ts.KvStore, names: Sequence[str]) -> list[ts.TensorStore]:
     opening = []
     for name, body in zip(names, stored_metadata(database, names), strict=True):
         codecs = (described := _described(name, body)).codecs
-        if codecs not in _CHAINS and described.shape:  # numbers of older bases were Orbax's
-            raise ValueError(f"expected array {name} in one of {sorted(_CHAINS)}, found {codecs}")
+        if codecs not in zarr.CHAINS and described.shape:  # numbers of older bases were Orbax's
+            known = sorted(zarr.CHAINS)
+            raise ValueError(f"expected array {name} in one of {known}, found {codecs}")
         options = {"open": True, "read": True, "assume_metadata": True}
         opening.append(zarr.array_in(database, name, body, **options))
     return [each.result() for each in opening]

@@ -1,4 +1,10 @@
-"""Zarr3 arrays: the databases that they lie in, their metadata, and chains of codecs."""
+"""Zarr3 arrays: the databases that they lie in, their metadata, and chains of codecs.
+
+To add a codec: its name in :data:`Codec`, the caller's choice in :data:`Compression`, both in
+``_CODECS``, and its chain in :func:`chain` (a compressor that blosc has needs no more than its
+name). What reads a root, compacts a base or checks options asks :data:`CHAINS` and these types. An
+older release refuses arrays in a codec that it does not know, by name.
+"""
 
 from __future__ import annotations
 
@@ -104,8 +110,19 @@ def chain(codec: Codec | None, word_bytes: int = 1) -> list[dict[str, Any]]:
 
 
 def names(codecs: list[dict[str, Any]]) -> tuple[str, ...]:
-    """The names in a chain of codecs, as metadata tells it."""
-    return tuple(each["name"] for each in codecs)
+    """The names in a chain of codecs, as metadata tells it; blosc's with that of its compressor."""
+    return tuple(
+        f"blosc {each['configuration']['cname']}" if each["name"] == "blosc" else each["name"]
+        for each in codecs
+    )
+
+
+CHAINS: Mapping[tuple[str, ...], Compression] = {
+    names(chain(codec, word_bytes)): compression
+    for compression, codec in _CODECS.items()
+    for word_bytes in (1, 4)
+}
+"""The caller's choice by the names of the codecs that it makes: all that arrays may have."""
 
 
 def metadata(

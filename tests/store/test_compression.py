@@ -92,6 +92,25 @@ def test_stock_orbax_reads_bases_whatever_the_codec_and_compressed_ones_are_smal
     assert max(sizes_bytes["small"], sizes_bytes["fast"]) < 0.9 * sizes_bytes["none"]
 
 
+@pytest.mark.parametrize("chosen", ["none", "fast", "small"])
+def test_a_base_that_follows_another_has_its_codecs(chosen, tmp_path):
+    run = support.dict_run(support.mesh_of((1, 1)))
+    handler = adacheck.AdaCheckHandler(run.recorder, compression=chosen)
+    with support.manager_of(tmp_path, handler) as manager:
+        saved = support.save_steps(manager, run, 2)
+        manager.wait_until_finished()
+        support.compact(tmp_path, 2)
+        restored = manager.restore(2, args=adacheck.RestoreArgs(run.state))
+        support.assert_same_bits(restored, saved[2])
+    found = []
+    for step in (1, 2):
+        files = [*(tmp_path / f"{step}/default/adacheck/base").rglob("d/*")]
+        assert files
+        text = b"".join(each.read_bytes() for each in files)
+        found.append({name for name in ("lz4", "zstd") if f'"{name}"'.encode() in text})
+    assert found == [{"none": set(), "fast": {"lz4"}, "small": {"zstd"}}[chosen]] * 2
+
+
 def test_equal_chunks_in_different_codecs_are_both_written(tmp_path):
     array = np.random.default_rng(0).standard_normal(5000).astype(np.float32)
     blocks = {Box.full(array.shape): array}

@@ -64,8 +64,6 @@ _AS_IT_WAS = (
     "Nothing was changed; the step is the delta that it was, and is restored where this file is "
     "not needed."
 )
-_CODECS: dict[str, Compression] = {"blosc": "fast", "zstd": "small"}
-"""Choices of a codec, by its name in the metadata of the arrays that were stored with it."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -249,9 +247,8 @@ def _names(
         ) from error
     pairs = [*zip(leaves, described, strict=True)]
     names = {leaf.path: Name(known[leaf.path], x.dtype, x.chunk_shape) for leaf, x in pairs}
-    codecs = {codec for each in described for codec in each.codecs}
-    found: list[Compression] = [_CODECS[each] for each in _CODECS if each in codecs]
-    return names, found[0] if found else "none"
+    found = {zarr.CHAINS.get(each.codecs, "none") for each in described} - {"none"}
+    return names, min(found, default="none")
 
 
 def _update(update: Update | None, problem: str) -> Update | None:
