@@ -1,11 +1,14 @@
 """Object stores by the scheme of their URLs: one table of all in which they differ here.
 
+Up to tensorstore 0.1.86 and etils 1.15 there is none to add: Azure has no driver there, and a file
+system of fsspec alone does not serve, since tensorstore opens packs and bases.
+
 To add one: an entry; an extra of its name in ``pyproject.toml`` with its client, which ``dev`` has
 too, beside a server; that server in ``SERVERS`` of ``tests/object_stores.py``, for the tests that
 all stores pass; and a column of ``docs/guide/clusters.md``. Tensorstore must have a driver with
-buckets, retries and conditional writes (:mod:`~adacheck_jax.store.storage.kvstore`), since it opens
-packs and bases by :meth:`~adacheck_jax.store.storage.location.Location.spec`; and Orbax's
-``epath`` must know the scheme. Up to tensorstore 0.1.86 and etils 1.15 that leaves none to add.
+buckets, retries and conditional writes (:mod:`~adacheck_jax.store.storage.kvstore`), by which
+:meth:`~adacheck_jax.store.storage.location.Location.spec` names packs and bases; and Orbax's
+``epath`` must know the scheme.
 """
 
 from __future__ import annotations

@@ -3,7 +3,12 @@
 The schedule (:mod:`adacheck_jax.schedule`) gives the number of deltas that may follow a base. Where
 a committed delta can become a base in the background, the loop does not write one until the lineage
 has twice that length. All other reasons for a base, such as another tree or a counter that skipped,
-are in :mod:`~adacheck_jax.plan.decision`: no delta is possible there.
+are in :mod:`~adacheck_jax.plan.decision`: no delta is possible there, whatever this module says.
+
+Asked by ``by_counters`` in ``plan/decision.py``, which makes ``NOW`` a base, and by
+``plan/save_plan.py``. A rule by something else than length needs a field here and one in ``Facts``;
+what has to outlive a save stands in ``Line`` (``save/line/parents.py``): its ``follow`` alone hears
+of restores and recoveries, and ``advance``, of the next save, forgets them.
 
 The numbers come from ``Situation.length`` (``plan/situation.py``), which has them from
 ``Planner._facts`` and ``_situation`` (``save/line/planner.py``; ``base_depth`` there is not 0 if

@@ -5,6 +5,9 @@ deferred steps keep the step that they follow. Candidates are the step restored 
 saved last, those of them that are on the disk (:class:`adacheck_jax.save.line.parents.Line` knows
 and looks at them). A run that has looked at an older step goes on from the one saved last; a run
 that has gone back goes on from the restored one: the counters tell them apart.
+
+What a manifest says of its parent is written by ``_delta_manifest`` in ``save/commit.py``; which
+restores a line hears of is decided by ``TrainingRun._follow`` in ``adapter/training_run.py``.
 """
 
 from __future__ import annotations

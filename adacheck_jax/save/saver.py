@@ -184,7 +184,10 @@ class Saver:
                 own.begin()  # a base is written meanwhile
                 exporting = self._stager.export(planned.structure)
             decision = planned.decision
-            _log.debug("step %d: %s (%s)", planned.step, decision.kind, decision.reason)
+            _log.debug(
+                "step %d: %s (%s); its parent: %s",
+                *(planned.step, decision.kind, decision.reason, parent and parent.directory),
+            )
             self._notices.note_plan(planned)
             self._notices.note_step(planned.step)
             copies.wait()

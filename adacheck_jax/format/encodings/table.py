@@ -1,7 +1,7 @@
 """The encodings of a block of elements in a pack: one table, by the letters that manifests have.
 
 To add one: a module of this folder with ``ENCODINGS`` and ``chosen``, the rule by which it takes a
-leaf or leaves it to the next (models are :class:`_Raw` below, and of a code the end of
+leaf or leaves it to the next (models are :class:`_Raw` below, and ``_Coded`` and ``chosen`` in
 :mod:`~adacheck_jax.format.encodings.codes`); its place in :data:`MODULES`; its letter in
 :class:`~adacheck_jax.format.encodings.form.Encoding`; and a line of ``docs/reference/format.md``.
 Layout, writing, reading and tests ask the table. An older release refuses the letter by name.
