@@ -247,8 +247,10 @@ def _names(
         ) from error
     pairs = [*zip(leaves, described, strict=True)]
     names = {leaf.path: Name(known[leaf.path], x.dtype, x.chunk_shape) for leaf, x in pairs}
-    found = {zarr.CHAINS.get(each.codecs, "none") for each in described} - {"none"}
-    return names, min(found, default="none")
+    compression: Compression = "none"  # small leaves have none
+    for each in described:
+        compression = zarr.CHAINS.get(each.codecs, "none") if compression == "none" else compression
+    return names, compression
 
 
 def _update(update: Update | None, problem: str) -> Update | None:
