@@ -563,6 +563,8 @@ class Life:
         else:
             tell("committed", step)
         if errors and given.get("dies_in"):
+            if own.process == 0:  # with which JAX ends the others, that may not have told theirs
+                time.sleep(5)
             os._exit(0)  # JAX's own shutdown would wait for the dead
 
     def _delete(self) -> None:
