@@ -108,7 +108,8 @@ class RestoreArgs(ocp.args.CheckpointArgs):
 
     Raises:
         ValueError: both ``abstract_state`` and ``item`` are given, ``restore_args`` are no tree
-            like them, or there are ``transforms``.
+            like them, there are ``transforms``, or ``rules`` or ``fallback_sharding`` are of
+            another kind.
     """
 
     abstract_state: PyTree | None = None
@@ -130,6 +131,20 @@ class RestoreArgs(ocp.args.CheckpointArgs):
         self, item: PyTree | None, restore_args: PyTree | None, transforms: PyTree | None
     ) -> None:
         self.abstract_state = _one_of("abstract_state", self.abstract_state, item)
+        rules: Any = self.rules
+        if rules is not None and not (
+            isinstance(rules, Sequence) and all(isinstance(each, Rule) for each in rules)
+        ):
+            raise ValueError(
+                "rules: expected a list of rules of adacheck_jax.layout, such as "
+                f"[layout.rename(...)], found {rules!r}. Nothing was restored."
+            )
+        fallback: Any = self.fallback_sharding
+        if not isinstance(fallback, jax.sharding.Sharding | None):
+            raise ValueError(
+                "fallback_sharding: expected a jax.sharding.Sharding, found "
+                f"{fallback!r}. Nothing was restored."
+            )
         if transforms:
             raise ValueError(
                 f"transforms: expected {{}} or None, found {transforms!r}. Nothing was restored; "

@@ -16,6 +16,7 @@ from jax.experimental.layout import Format, Layout
 from jax.sharding import NamedSharding, PartitionSpec, SingleDeviceSharding
 
 import adacheck_jax as adacheck
+from adacheck_jax import layout
 from adacheck_jax.errors import IntegrityError
 from adacheck_jax.restore import base_reader
 from tests import support
@@ -310,6 +311,14 @@ REFUSED: dict[str, tuple[Callable[[Any], dict[str, Any]], str]] = {
     "transforms that do something": (
         lambda s: {"abstract_state": bare(s), "transforms": {"a": ocp.Transform("b")}},
         r"transforms: expected \{\} or None",
+    ),
+    "a rule alone": (
+        lambda s: {"abstract_state": bare(s), "rules": layout.rename("a", to="b")},
+        r"rules: expected a list of rules .*found Rule",
+    ),
+    "a device as sharding": (
+        lambda s: {"abstract_state": bare(s), "fallback_sharding": jax.devices()[0]},
+        r"fallback_sharding: expected a jax.sharding.Sharding, found \w*Cpu",
     ),
     "a state twice": (
         lambda s: {"abstract_state": bare(s), "item": bare(s)},
