@@ -198,8 +198,8 @@ def diff(
         with _walk(other, item) if other else contextlib.nullcontext(first) as second:
             if runs:
                 return compares.compare_runs(first, second, progress)
-            old = first.number(step_of(before, "STEP"))
-            new = second.number(step_of(after, "STEP"))
+            old = first.find(step_of(before, "STEP")).number
+            new = second.find(step_of(after, "STEP")).number
             return compares.compare_steps(first, old, second, new)
 
 
@@ -254,7 +254,7 @@ def bisect(
         if (predicate is None) != non_finite:
             raise InputError("expected --predicate FILE.py:FUNCTION or --non-finite, one of them.")
         asked = bisects.not_finite if predicate is None else _asked(predicate)
-        ends = [None if each is None else walk.number(step_of(each)) for each in (first, last)]
+        ends = [None if each is None else walk.find(step_of(each)).number for each in (first, last)]
         return bisects.bisect(walk, asked, *ends, progress=progress)
 
 

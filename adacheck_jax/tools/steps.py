@@ -171,6 +171,7 @@ class RecordedSteps:
     """The recorded steps of a run: saved, deferred, or held by a later step's directory.
 
     Attributes:
+        root: the checkpoint root.
         steps: the recorded steps, by ascending number.
         damaged: the error of each step whose own directory cannot be restored, by number. A later
             step's directory may hold it all the same.
@@ -181,13 +182,12 @@ class RecordedSteps:
 
     def __init__(self, root: Root, item: str | None = None) -> None:
         self._saved = walked(root)
-        saved = self._saved.of(item)
+        self.root, saved = self._saved.root, self._saved.of(item)
         named = {(step.step, step.directory.name) for step in saved if step.step >= 0}
         if item is None and len({number for number, _ in named}) < len(named):
             items = ", ".join(sorted({name for _, name in named}))
             raise InputError(
-                f"{self._saved.root}: expected one item a step, found {items}. Name one with "
-                "--item."
+                f"{self.root}: expected one item a step, found {items}. Name one with --item."
             )
         self.damaged = {step.step: step.error for step in saved if step.error is not None}
         own = dict[int, RecordedStep]()
@@ -212,7 +212,7 @@ class RecordedSteps:
             InputError: it is not recorded, or stock Orbax saved it.
             AdaCheckError: it is damaged, and no later step's directory holds it.
         """
-        number = numbered([*self.steps, *self.damaged], wanted, self._saved.root)
+        number = numbered([*self.steps, *self.damaged], wanted, self.root)
         if number in self.steps:
             return self.steps[number]
         raise self.damaged.get(number) or self._saved.lacks(number, self.steps)
