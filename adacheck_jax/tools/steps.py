@@ -12,7 +12,6 @@ from dataclasses import dataclass
 from typing import TypeVar
 
 from adacheck_jax.errors import AdaCheckError
-from adacheck_jax.format.manifest import BaseManifest, Manifest
 from adacheck_jax.store.steps import deletion, identity, marks, roots
 from adacheck_jax.store.steps.lineage import Lineage
 from adacheck_jax.store.steps.manifest_file import DIRECTORY
@@ -231,11 +230,6 @@ def numbered(numbers: Iterable[int], wanted: int | None, root: AnyPath) -> int:
     if -wanted > len(known):
         raise InputError(f"{root}: expected at least {-wanted} steps, found {len(known)}.")
     return known[wanted]
-
-
-def kind_of(manifest: Manifest) -> str:
-    """``base`` or ``delta``."""
-    return "base" if isinstance(manifest, BaseManifest) else "delta"
 
 
 def settled(
