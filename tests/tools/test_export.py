@@ -344,14 +344,14 @@ def test_of_a_base_one_file_is_in_memory_at_once(tmp_path, monkeypatch):
     saved_bits(tmp_path / "run", {"params": {f"w{n}": np.full(1000, n * 1.0) for n in range(8)}})
     monkeypatch.setattr(formats, "FILE_BYTES", 2 * 8000)
     alive: list[Any] = []
-    read = sources.volume_reader.fingerprint_of_array
+    read = sources._stored
 
     def counted(*arguments: Any) -> Any:
         assert sum(each() is not None for each in alive) <= 1
-        alive.append(weakref.ref(arguments[-1]))
-        return read(*arguments)
+        alive.append(weakref.ref(array := read(*arguments)))
+        return array
 
-    monkeypatch.setattr(sources.volume_reader, "fingerprint_of_array", counted)
+    monkeypatch.setattr(sources, "_stored", counted)
     exports.export(tmp_path / "run", 1, str(tmp_path / "x"))
     assert len(alive) == 8
 
