@@ -201,9 +201,6 @@ def cannot_replay_here(lineage: Lineage) -> str | None:
 
 def reason_to_keep(lineage: Lineage) -> str:
     """The reason why a damaged step may be restorable all the same; empty if trying it failed."""
-    problem = cannot_replay_here(lineage)
-    if problem is not None:
-        return problem
     here, update = update_program.platform(), lineage.base.update
     if update is not None and lineage.replayed_count:
         bad = {each.hinders for each in damaged_programs(lineage.entries[0], update)}
