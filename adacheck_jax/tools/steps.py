@@ -11,7 +11,7 @@ from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import TypeVar
 
-from adacheck_jax.errors import AdaCheckError
+from adacheck_jax.errors import AdaCheckError, listed
 from adacheck_jax.store.steps import deletion, identity, marks, roots
 from adacheck_jax.store.steps.lineage import Lineage
 from adacheck_jax.store.steps.manifest_file import DIRECTORY
@@ -85,9 +85,9 @@ class Steps:
             remedy = "Read steps that stock Orbax saved with ocp.StandardCheckpointer."
         elif numbered := [name for name in names if name.isdecimal()]:
             remedy = f"Step {numbered[-1]} {why_no_step(top / numbered[-1])}."
-        found = ", ".join(names[:5]) + (", ..." if len(names) > 5 else "")
         return InputError(
-            f"{top}: expected steps saved by AdaCheckHandler, found {found or 'nothing'}. {remedy}"
+            f"{top}: expected steps saved by AdaCheckHandler, found "
+            f"{listed(names, 5) or 'nothing'}. {remedy}"
         )
 
     def lacks(self, number: int, known: Iterable[int]) -> InputError:
