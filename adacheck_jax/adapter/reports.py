@@ -85,15 +85,14 @@ def report_of(save: Save, directory: AnyPath, begin_s: float, returned_s: float)
     if (committed := save.committed) is None or save.durable_s is None:
         raise AdaCheckError(f"step {save.own.step}: expected a save that was committed")
     manifest = committed.manifest
-    delta = manifest if isinstance(manifest, DeltaManifest) else None
     return SaveReport(
         step=manifest.step,
-        kind="base" if delta is None else "delta",
+        kind=manifest.kind,
         reason=save.plan.decision.reason,
-        parent=None if delta is None else delta.parent.step,
-        deferred=() if delta is None else tuple(each.step for each in delta.recorded),
+        parent=manifest.parent and manifest.parent.step,
+        deferred=manifest.steps[:-1],
         new_bytes=folders.new_bytes(directory),
-        checked=None if delta is None else delta.checked,
+        checked=manifest.checked if isinstance(manifest, DeltaManifest) else None,
         blocking_s=returned_s - begin_s,
         check_s=save.check_s,
         durable_s=save.durable_s - begin_s,

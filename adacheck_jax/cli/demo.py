@@ -13,7 +13,9 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from adacheck_jax.cli.printing import print_rows, print_text
+import typer
+
+from adacheck_jax.cli.printing import print_rows
 from adacheck_jax.errors import AdaCheckError
 from adacheck_jax.tools.steps import InputError
 
@@ -37,10 +39,10 @@ def run(keep: Path | None) -> bool:
     work = Path(tempfile.mkdtemp(prefix="adacheck-demo-")) if keep is None else keep.absolute()
     work.mkdir(parents=True, exist_ok=True)
     root = work / "checkpoints"
-    print_text("1/2 train a small language model on 8 virtual devices, save every step, kill -9")
+    typer.echo("1/2 train a small language model on 8 virtual devices, save every step, kill -9")
     losses = dict(_lines("train", root, random.randint(*_KILL_AT)))
     killed, was_saving = max(losses), any("tmp" in path.name for path in root.iterdir())
-    print_text("2/2 resume in a new process; then train without interruption, restore\n")
+    typer.echo("2/2 resume in a new process; then train without interruption, restore\n")
     *resumed, result = _lines("resume", root)
     losses_of_all = [*losses.items(), *resumed]
     wrong = [n for n, loss in losses_of_all if loss != result["expected"][n - 1]]
@@ -48,10 +50,10 @@ def run(keep: Path | None) -> bool:
     count = result["leaf_count"]
     rows = [(mesh, f"{s:.2f} s", f"{n} of {count}") for mesh, s, n in result["restores"]]
     print_rows(("restore on", "time", "leaves with equal bits"), rows, right=("time",))
-    print_text("")
+    typer.echo("")
     moment = "in the middle of a save" if was_saving else "between two saves"
     equal = f"do NOT all equal (first: step {wrong[0]})" if wrong else "equal bit for bit"
-    print_text(
+    typer.echo(
         f"{'' if is_exact else 'FAILED: not every bit is equal. '}A process was killed {moment} "
         f"after step {killed}. A new one went on from step {resumed[0][0] - 1}. All "
         f"{len(losses_of_all)} losses, before the kill and after it, {equal} those of a run "

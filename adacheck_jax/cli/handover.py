@@ -10,7 +10,8 @@ import typer
 from rich.filesize import decimal
 
 from adacheck_jax.cli.command import DryRun, Item, Root, command, progress_bar, root_of, step_of
-from adacheck_jax.cli.printing import print_rows, print_text, some_of
+from adacheck_jax.cli.printing import print_rows, tell_more
+from adacheck_jax.errors import listed
 from adacheck_jax.tools.handover.formats import Format
 
 if TYPE_CHECKING:  # which import JAX, or are not needed by other commands
@@ -25,18 +26,17 @@ def _show_export(report: ExportReport) -> None:
     """Print the files of an export, and what was compared."""
     files = [(name, decimal(size_bytes)) for name, size_bytes in report.files.items()]
     print_rows(("file", "bytes"), files[:20], right=("bytes",))
-    if len(files) > 20:
-        print_text(f"and {len(files) - 20} more files")
+    tell_more(len(files) - 20, "files")
     what = "params" if report.params_only else "all leaves"
     named = "Version" if report.kind == "version" else "Step"
     replayed = f", {report.replayed_count} updates replayed" if report.replayed_count else ""
-    print_text(
+    typer.echo(
         f"{named} {report.step} ({report.kind}{replayed}) is at {report.destination}: {what}, "
         f"{report.leaf_count:,} leaves, {decimal(report.leaf_bytes)}. Read back, every leaf has "
         "the bits that were saved."
     )
     if report.empty:
-        print_text(f"Without elements, which Orbax does not store: {some_of(report.empty)}.")
+        typer.echo(f"Without elements, which Orbax does not store: {listed(report.empty, 10)}.")
 
 
 @command(_GROUP, _show_export, has_steps=True)
@@ -85,15 +85,15 @@ def _show_transform(report: TransformReport) -> None:
     proof = (
         " Their inverses give back every bit." if report.proved else " Some rules may lose bits."
     )
-    print_text(
+    typer.echo(
         f"Leaves of {trees[0] or 'the state'}{others}. Step {report.step} "
         f"{'would be' if report.is_dry_run else 'is'} at {report.destination}."
         f"{'' if report.is_dry_run else proof}"
     )
-    shown = some_of(report.untouched) or "none"
-    print_text(f"As they were, {len(report.untouched)} leaves: {shown}.")
+    shown = listed(report.untouched, 10) or "none"
+    typer.echo(f"As they were, {len(report.untouched)} leaves: {shown}.")
     if report.rounds_otherwise:
-        print_text("The optimizer adds up elements: a run that goes on rounds otherwise there.")
+        typer.echo("The optimizer adds up elements: a run that goes on rounds otherwise there.")
 
 
 @command(_GROUP, _show_transform)
@@ -135,8 +135,8 @@ def _show_copy(report: CopyReport) -> None:
         rows.append((each.name, result, written))
     print_rows(("step", "result", "written"), rows, right=("written",))
     if report.not_copied:
-        print_text(f"Not copied, as they are no steps: {', '.join(report.not_copied)}.")
-    print_text(
+        typer.echo(f"Not copied, as they are no steps: {', '.join(report.not_copied)}.")
+    typer.echo(
         f"Every file was read back. {decimal(report.written_bytes)} to {report.destination}."
     )
 

@@ -22,7 +22,6 @@ from adacheck_jax.cli.printing import (
     counted,
     print_facts,
     print_rows,
-    print_text,
     shown_age,
     shown_bytes,
     tell_deleted,
@@ -66,8 +65,8 @@ def _show_root(summary: RootSummary) -> None:
     )
     for row in summary.steps:
         if told := row.error or row.note:
-            print_text(f"{row.item if row.step is None else f'step {row.step}'}: {told}")
-    print_text("; ".join(_totals(summary)))
+            typer.echo(f"{row.item if row.step is None else f'step {row.step}'}: {told}")
+    typer.echo("; ".join(_totals(summary)))
 
 
 def _totals(summary: RootSummary) -> list[str]:
@@ -127,13 +126,13 @@ def _show_step(details: StepDetails) -> None:
         ("written by", ", ".join(f"{k} {v}" for k, v in details.versions.items())),
     ]
     print_facts(facts)
-    print_text("")
+    typer.echo("")
     groups: dict[str, list[int]] = {}
     for leaf in details.leaves:
         groups.setdefault(leaf.group, []).append(leaf.leaf_bytes)
     rows = [(name, len(sizes), decimal(sum(sizes))) for name, sizes in groups.items()]
     print_rows(("group", "leaves", "bytes"), rows, right=("leaves", "bytes"))
-    print_text("")
+    typer.echo("")
     print_rows(
         ("leaf path", "type", "update", "restored", "boxes", "fingerprint"),
         [
@@ -206,13 +205,13 @@ def _show_verification(report: RootReport) -> None:
             several = len(each.leaves) > 1
             words.append(f"{len(each.leaves)} leaves" if several else each.leaves[0])
         file = each.file.removeprefix(f"{report.root}/")
-        print_text(": ".join([*words, file, each.message]))
+        typer.echo(": ".join([*words, file, each.message]))
     for reason in dict.fromkeys(step.not_checked for step in report.steps if step.not_checked):
-        print_text(f"Not recomputed: {reason}")
+        typer.echo(f"Not recomputed: {reason}")
     tell_deleted(report.deleted)
     for each in report.leftovers:
-        print_text(f"Note: {each.path}: {each.why}")
-    print_text(_verdict(report))
+        typer.echo(f"Note: {each.path}: {each.why}")
+    typer.echo(_verdict(report))
     _tell_not_looked_at(report.not_looked_at)
 
 
@@ -244,7 +243,7 @@ def _verdict(report: RootReport) -> str:
 
 def _tell_not_looked_at(parts: tuple[str, ...]) -> None:
     if parts:
-        print_text(f"Not looked at: {', '.join(parts)}.")
+        typer.echo(f"Not looked at: {', '.join(parts)}.")
 
 
 def _verified(report: RootReport) -> int:
@@ -297,11 +296,11 @@ def _show_repair(report: RepairReport) -> None:
     rows = [(each.path, each.why) for each in report.removals]
     print_rows(("remove" if would else "removed", "why"), rows)
     for each in report.kept:
-        print_text(f"Kept {each.path}: {each.why}")
+        typer.echo(f"Kept {each.path}: {each.why}")
     for path in report.cleared:
         lost = "would lose" if would else "has lost"
-        print_text(f"{path} {lost} what an interrupted compaction left in it")
-    print_text(
+        typer.echo(f"{path} {lost} what an interrupted compaction left in it")
+    typer.echo(
         f"{counted(len(report.removals), 'directory', 'directories')} "
         f"{'would be removed' if would else 'removed'}; {counted(report.step_count, 'step')} left."
     )

@@ -9,7 +9,7 @@ import typer
 from rich.filesize import decimal
 
 from adacheck_jax.cli.command import Target, app, command, errors
-from adacheck_jax.cli.printing import print_rows, print_text
+from adacheck_jax.cli.printing import print_rows
 from adacheck_jax.errors import AdaCheckError
 from adacheck_jax.tools.steps import InputError
 
@@ -30,7 +30,7 @@ _NEEDS = (
 
 def _show_plan(report: RedundancyReport) -> None:
     """Print bytes of each kind of save, and of each kind of redundancy."""
-    print_text(
+    typer.echo(
         f"{report.leaf_count:,} leaves, {report.device_count:,} devices, "
         f"{report.process_count:,} processes\n"
     )
@@ -55,13 +55,13 @@ def _show_plan(report: RedundancyReport) -> None:
         ],
         right=("bytes", "times less"),
     )
-    print_text("")
+    typer.echo("")
     sizes = report.memory_bytes, report.sampled_memory_bytes, report.program_bytes
     needs = zip(_NEEDS, (*sizes, report.disk_bytes), strict=True)
     rows = [(name, decimal(size), why) for (name, why), size in needs if size is not None]
     if rows:
         print_rows(("a run needs at most", "bytes", "for"), rows, right=("bytes",))
-        print_text("")
+        typer.echo("")
     kinds = (
         (
             "declared replicas",
@@ -75,8 +75,8 @@ def _show_plan(report: RedundancyReport) -> None:
     rows = [(name, decimal(size), why) for name, size, why in kinds if size is not None]
     print_rows(("redundancy", "bytes", "why"), rows, right=("bytes",))
     if report.delta_bytes is None:
-        print_text("\nThere is no Recorder in this state, so every step is a base.")
-    print_text(
+        typer.echo("\nThere is no Recorder in this state, so every step is a base.")
+    typer.echo(
         "\nAt most: what compresses, is zero, is equal or did not change is known at a save only."
     )
 

@@ -6,6 +6,7 @@ import sys
 import textwrap
 from collections.abc import Iterable, Mapping, Sequence
 
+import typer
 from rich.console import Console
 from rich.filesize import decimal
 
@@ -85,25 +86,20 @@ def print_facts(facts: Sequence[tuple[str, str]]) -> None:
         if sys.stdout.isatty():
             lines = textwrap.wrap(fact, max(Console().width - indent, 10))
         for n, line in enumerate(lines):
-            print_text(f"{'' if n else name:{indent}}{line}")
-
-
-def print_text(text: str) -> None:
-    """Print a sentence as it is; the terminal wraps it."""
-    sys.stdout.write(f"{text}\n")
+            typer.echo(f"{'' if n else name:{indent}}{line}")
 
 
 def tell_deleted(steps: Sequence[int]) -> None:
     """Print the numbers of steps that were deleted while a command looked, if there are any."""
     if steps:
         what = f"Step {steps[0]} was" if len(steps) == 1 else f"Steps {shown_steps(steps)} were"
-        print_text(f"{what} deleted meanwhile.")
+        typer.echo(f"{what} deleted meanwhile.")
 
 
-def tell_more(count: int) -> None:
-    """Print the number of leaves that a table has no rows for, if there are any."""
+def tell_more(count: int, what: str) -> None:
+    """Print the number of things that a table has no rows for, if there are any."""
     if count > 0:
-        print_text(f"and {count:,} more leaves, which --json lists")
+        typer.echo(f"and {count:,} more {what}, which --json lists")
 
 
 def shown_bytes(count: int | None) -> str:
@@ -114,11 +110,6 @@ def shown_bytes(count: int | None) -> str:
 def counted(number: int, one: str, several: str = "") -> str:
     """A number with its noun."""
     return f"{number:,} {one if number == 1 else several or f'{one}s'}"
-
-
-def some_of(paths: Sequence[str], most: int = 10) -> str:
-    """The first of some paths."""
-    return ", ".join([*paths[:most], "..."] if len(paths) > most else paths)
 
 
 def shown_age(seconds: float) -> str:

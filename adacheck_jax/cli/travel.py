@@ -26,12 +26,11 @@ from adacheck_jax.cli.command import (
 from adacheck_jax.cli.printing import (
     counted,
     print_rows,
-    print_text,
     shown_bytes,
-    some_of,
     tell_deleted,
     tell_more,
 )
+from adacheck_jax.errors import listed
 from adacheck_jax.store.storage.location import AnyPath, at
 from adacheck_jax.tools.steps import InputError, refuse_inside
 
@@ -58,7 +57,7 @@ def _walk(root: str, item: str | None) -> Iterator[Walk]:
 def _tell_rounded(paths: Sequence[str]) -> None:
     if paths:
         count = counted(len(paths), "leaf", "leaves")
-        print_text(f"{count} replayed to rounding only: the update adds up elements.")
+        typer.echo(f"{count} replayed to rounding only: the update adds up elements.")
 
 
 def _number(value: float | None) -> str | None:
@@ -81,9 +80,9 @@ def _show_log(report: RunLog) -> None:
     tell_deleted(report.deleted)
     shown, total = len(report.steps) + len(report.deleted), report.recorded_count
     if shown < total:
-        print_text(f"the newest {shown:,} of {counted(total, 'recorded step')}")
+        typer.echo(f"the newest {shown:,} of {counted(total, 'recorded step')}")
     if any(step.rounded for step in report.steps):
-        print_text("Replayed to rounding only: the update adds up elements on other devices.")
+        typer.echo("Replayed to rounding only: the update adds up elements on other devices.")
 
 
 @command(_GROUP, _show_log)
@@ -115,7 +114,7 @@ def _show_diff(report: StepComparison) -> None:
         before = "none before it is" if until is None else f"all until {until} are"
         differs = f"Step {report.before[1]} is the first of {steps} that differs; {before} equal."
         equal = f"All {steps} are equal: every leaf has the same fingerprint."
-        print_text(equal if report.is_equal else differs)
+        typer.echo(equal if report.is_equal else differs)
     rows = []
     for each in report.differences[:_SHOWN]:
         many, first = each.changed_share >= 0.01, each.first
@@ -132,18 +131,18 @@ def _show_diff(report: StepComparison) -> None:
         numbers,
         ("cosine", "largest", "norm", "role", "first element"),
     )
-    tell_more(len(report.differences) - _SHOWN)
+    tell_more(len(report.differences) - _SHOWN, "leaves")
     for paths, (root, step) in (
         (report.only_before, report.before),
         (report.only_after, report.after),
     ):
         if paths:
-            print_text(f"Only at step {step} of {root}: {some_of(paths)}")
+            typer.echo(f"Only at step {step} of {root}: {listed(paths, 10)}")
     if report.alike:
-        print_text(f"Saved with other bits, and replayed alike here: {some_of(report.alike)}")
+        typer.echo(f"Saved with other bits, and replayed alike here: {listed(report.alike, 10)}")
     count = len(report.differences) + len(report.alike)
     differ = counted(count, "leaf differs", "leaves differ")
-    print_text(f"{differ}, {report.leaf_count - count:,} equal by fingerprint or every bit.")
+    typer.echo(f"{differ}, {report.leaf_count - count:,} equal by fingerprint or every bit.")
     _tell_rounded(report.rounded)
 
 
@@ -198,8 +197,8 @@ def diff(
         with _walk(other, item) if other else contextlib.nullcontext(first) as second:
             if runs:
                 return compares.compare_runs(first, second, progress)
-            old = first.number(step_of(before, "STEP"))
-            new = second.number(step_of(after, "STEP"))
+            old = first.find(step_of(before, "STEP")).number
+            new = second.find(step_of(after, "STEP")).number
             return compares.compare_steps(first, old, second, new)
 
 
@@ -210,11 +209,11 @@ def _show_bisection(report: Bisection) -> None:
     steps = counted(report.searched_count, "recorded step")
     restored = f"{counted(report.restored_count, 'state')} of {steps} restored"
     if report.step is None:
-        print_text(f"It does not hold at step {rows[0][0]}, the last one: {restored}.")
+        typer.echo(f"It does not hold at step {rows[0][0]}, the last one: {restored}.")
     else:
         before = "" if report.before is None else f", and does not at step {report.before}"
-        print_text(f"Step {report.step} is the first at which it holds{before}: {restored}.")
-        print_text(f"  {report.says}")
+        typer.echo(f"Step {report.step} is the first at which it holds{before}: {restored}.")
+        typer.echo(f"  {report.says}")
     _tell_rounded(report.rounded)
 
 
@@ -254,7 +253,7 @@ def bisect(
         if (predicate is None) != non_finite:
             raise InputError("expected --predicate FILE.py:FUNCTION or --non-finite, one of them.")
         asked = bisects.not_finite if predicate is None else _asked(predicate)
-        ends = [None if each is None else walk.number(step_of(each)) for each in (first, last)]
+        ends = [None if each is None else walk.find(step_of(each)).number for each in (first, last)]
         return bisects.bisect(walk, asked, *ends, progress=progress)
 
 

@@ -13,7 +13,7 @@ import itertools
 import math
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, ClassVar, Literal
 
 from adacheck_jax.format.boxes import Box, Cuts, chunk_shape, grid
 
@@ -289,6 +289,7 @@ class BaseManifest:
         stale: as of a :class:`Delta`; of a step that was compacted.
         replica: as of a :class:`Delta`.
         checksum: checksum of this manifest; empty until it is encoded.
+        kind, parent: ``base``, and None for the step that it builds on.
     """
 
     step: int
@@ -309,6 +310,13 @@ class BaseManifest:
     stale: tuple[tuple[int, int], ...] = ()
     replica: str = ""
     checksum: str = ""
+    kind: ClassVar[Literal["base"]] = "base"
+    parent: ClassVar[None] = None
+
+    @property
+    def steps(self) -> tuple[int, ...]:
+        """Numbers of all steps that were saved with it: of itself alone."""
+        return (self.step,)
 
     @property
     def depth(self) -> int:
@@ -378,6 +386,7 @@ class DeltaManifest(Delta):
         grids: boxes of each leaf in its packs and in those of the deltas that follow; empty where
             they and the number of processes are those of the parent.
         checksum: checksum of this manifest; empty until it is encoded.
+        kind: ``delta``.
     """
 
     parent: Link
@@ -389,6 +398,12 @@ class DeltaManifest(Delta):
     caution: Caution = NO_CAUTION
     grids: tuple[Grid, ...] = ()
     checksum: str = ""
+    kind: ClassVar[Literal["delta"]] = "delta"
+
+    @property
+    def steps(self) -> tuple[int, ...]:
+        """Numbers of all steps that were saved with it: of the deferred ones, and of itself."""
+        return (*(each.step for each in self.recorded), self.step)
 
     @property
     def saved_checksum(self) -> str:

@@ -83,12 +83,11 @@ def read_back(
 
 def encode(manifest: Manifest) -> tuple[bytes, str]:
     """Bytes of a manifest's file, and the checksum in it."""
-    body, kind = _fields(manifest), "base"
+    body = _fields(manifest)
     del body["checksum"]
     if isinstance(manifest, DeltaManifest):
-        kind = "delta"
         body["recorded"] = [_fields(each) for each in manifest.recorded]
-    return checksummed({"format": FORMAT_VERSION, "kind": kind, **body})
+    return checksummed({"format": FORMAT_VERSION, "kind": manifest.kind, **body})
 
 
 def checksummed(body: Mapping[str, Any]) -> tuple[bytes, str]:

@@ -7,6 +7,7 @@ raise LookupError, TypeError, ValueError or AttributeError for what they refuse.
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import itertools
 import math
@@ -108,7 +109,8 @@ def record(kind: type[_T], body: Any) -> _T:
 
 @functools.cache
 def _readers(kind: Any) -> dict[str, Callable[[Any], Any]]:
-    readers = {name: _reader_of(each) for name, each in typing.get_type_hints(kind).items()}
+    hints = typing.get_type_hints(kind)
+    readers = {each.name: _reader_of(hints[each.name]) for each in dataclasses.fields(kind)}
     if "fingerprints" in readers:
         readers["fingerprints"] = lambda items: tuple_of(lambda x: int(digits(x, 16), 16), items)
     return readers

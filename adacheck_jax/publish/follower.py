@@ -194,36 +194,32 @@ class Follower:
         None if it finds none; False if none of those that it finds can be taken.
         """
         self._process.enter()
+        route: Route | None = None
+
+        def judged(reports: Sequence[Report]) -> Report:
+            nonlocal route
+            self._reader.refused.update(key for each in reports for key in each["refused"])
+            route = look()
+            return {"end": None if route is None else route.end.sequence}
+
         with self._lock, jax_settings.own(x64=True):
             self._calls.note(call)
-            return self._advanced(look, longest_s)
-
-    def _advanced(self, look: Callable[[], Route | None], longest_s: float | None) -> bool | None:
-        """As :meth:`_advance`, under the lock."""
-        self._trouble, past = "", self._past
-        where = f"{self._root}: follower {self._calls.key}"  # there may be several of one root
-        self._past = together = run.exchange(where, is_save=False)
-        together = together.within(longest_s).watching(self._calls)
-        for _ in range(_VANISHED):
-            route: Route | None = None
-
-            def judged(reports: Sequence[Report]) -> Report:
-                nonlocal route
-                self._reader.refused.update(key for each in reports for key in each["refused"])
-                route = look()
-                return {"end": None if route is None else route.end.sequence}
-
-            end = together.turn({"refused": [*self._reader.refused]}, judged)["end"]
-            past.forget()  # all have ended it
-            if end is None:
-                return None
-            try:
-                self._take(end, route, together)
-                return True
-            except GoneError as error:
-                _log.info("Published weights were pruned while they were read: %s", error)
-            except (FormatError, IntegrityError):
-                continue  # refused by the reader from now on, which finds another way
+            self._trouble, past = "", self._past
+            where = f"{self._root}: follower {self._calls.key}"  # there may be several of one root
+            self._past = together = run.exchange(where, is_save=False)
+            together = together.within(longest_s).watching(self._calls)
+            for _ in range(_VANISHED):
+                end = together.turn({"refused": [*self._reader.refused]}, judged)["end"]
+                past.forget()  # all have ended it
+                if end is None:
+                    return None
+                try:
+                    self._take(end, route, together)
+                    return True
+                except GoneError as error:
+                    _log.info("Published weights were pruned while they were read: %s", error)
+                except (FormatError, IntegrityError):
+                    continue  # refused by the reader from now on, which finds another way
         return False
 
     @property

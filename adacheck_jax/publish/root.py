@@ -18,6 +18,7 @@ from adacheck_jax.errors import (
     IntegrityError,
     MismatchError,
     TakenOverError,
+    listed,
     unreadable,
 )
 from adacheck_jax.format.manifest_json import MAX_MANIFEST_BYTES
@@ -29,8 +30,6 @@ from adacheck_jax.store.storage.location import AnyPath, Location, at, located
 PUBLISHERS, LEAVES, VERSIONS = "publishers", "leaves", "versions"
 DELTAS, BASES, PARTS = "deltas", "bases", "parts"
 _FOLDERS = {PUBLISHERS, LEAVES, VERSIONS, DELTAS, BASES, PARTS}
-_SHOWN = 3
-"""Names that a message gives of many."""
 _DIGITS = 12
 _TEMPORARY = re.compile(r"\..*\.tmp")
 _R = TypeVar("_R", bound=Record)
@@ -89,10 +88,9 @@ class Root:
         if found:
             is_step = any((top / name / STEP_METADATA).exists for name in folders)
             what = "the root of a checkpoint manager" if is_step else "a directory of other content"
-            more = f" and {len(found) - _SHOWN} more" if len(found) > _SHOWN else ""
             raise MismatchError(
                 f"{self}: expected a root of published weights, or nothing, found {what} "
-                f"({', '.join(found[:_SHOWN])}{more}). No publisher has written there. Give the "
+                f"({listed(found, 3)}). No publisher has written there. Give the "
                 "publisher, and those who follow it, a directory or URL of its own."
             )
 

@@ -19,7 +19,6 @@ from adacheck_jax.tools.steps import (
     Progress,
     Root,
     Steps,
-    kind_of,
     numbered,
     quiet,
     settled,
@@ -230,7 +229,7 @@ def _report(
     report = StepReport(
         step=None if step.step < 0 else step.step,
         item=at(step.directory).below(at(root)),
-        kind=None if manifest is None else kind_of(manifest),
+        kind=manifest and manifest.kind,
         checked=("structure",),
         damage=(),
     )

@@ -11,7 +11,6 @@ from adacheck_jax.store.steps import folders
 from adacheck_jax.store.steps.lineage import Lineage
 from adacheck_jax.store.storage.location import AnyPath
 from adacheck_jax.tools.history.differences import roles_of
-from adacheck_jax.tools.listing import parent_of, recorded_with
 from adacheck_jax.tools.steps import RecordedStep, RecordedSteps, undeleted
 
 
@@ -131,10 +130,10 @@ def _described(step: RecordedStep) -> StepDetails:
         kind=step.kind,
         reason=_reason(end),
         update_count=sum(end.counts) if end.counts else None,
-        parent=parent_of(manifest),
+        parent=manifest.parent and manifest.parent.step,
         base=base.step,
         depth=len(lineage.deltas),
-        recorded=recorded_with(manifest) if step.is_own else (),
+        recorded=manifest.steps[:-1] if step.is_own else (),
         replayed_count=lineage.replayed_count,
         checks={delta.step: delta.checked for delta in lineage.deltas},
         problem=lineage.problem or (None if base.update else "the base holds no update program"),

@@ -9,12 +9,12 @@ from dataclasses import dataclass, field, replace
 from datetime import UTC, datetime
 from typing import Any
 
-from adacheck_jax.format.manifest import BaseManifest, DeltaManifest, Manifest
+from adacheck_jax.format.manifest import BaseManifest, Manifest
 from adacheck_jax.store.steps import folders, marks, roots
 from adacheck_jax.store.steps.roots import Step
 from adacheck_jax.store.storage.interface import Entry, Stamp
 from adacheck_jax.store.storage.location import AnyPath, Location, at
-from adacheck_jax.tools.steps import Root, Steps, kind_of, walked, why_no_step
+from adacheck_jax.tools.steps import Root, Steps, walked, why_no_step
 
 STOCK, FOREIGN = "stock", "foreign"
 
@@ -130,26 +130,14 @@ def _row_of(step: Step, root: Location) -> StepSummary:
     return StepSummary(
         step=number,
         item=item,
-        kind=kind_of(manifest),
+        kind=manifest.kind,
         update_count=sum(manifest.counts) if manifest.counts else None,
-        parent=parent_of(manifest),
+        parent=manifest.parent and manifest.parent.step,
         depth=None if step.lineage is None else step.lineage.delta_count,
-        recorded=recorded_with(manifest),
+        recorded=manifest.steps[:-1],
         checked=_checked(manifest),
         error=error,
     )
-
-
-def parent_of(manifest: Manifest) -> int | None:
-    """The step that a delta builds on."""
-    return manifest.parent.step if isinstance(manifest, DeltaManifest) else None
-
-
-def recorded_with(manifest: Manifest) -> tuple[int, ...]:
-    """Deferred steps that were saved with a step."""
-    if isinstance(manifest, BaseManifest):
-        return ()
-    return tuple(delta.step for delta in manifest.recorded)
 
 
 def _checked(manifest: Manifest) -> str | None:

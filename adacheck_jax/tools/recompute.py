@@ -64,9 +64,8 @@ class Reached:
         """Keys of the base and of each delta of a lineage."""
         found: list[Hashable] = []
         for entry in lineage.entries:
-            key, manifest = self._key_of(entry), entry.manifest
-            count = 1 if isinstance(manifest, BaseManifest) else len(manifest.deltas)
-            found += [(key, n) for n in range(count)]
+            key = self._key_of(entry)
+            found += [(key, step) for step in entry.manifest.steps]
         return found[: len(found) - lineage.left_out]
 
     def at(self, lineage: Lineage) -> tuple[list[Any], set[int], set[int]]:
@@ -127,11 +126,9 @@ class Recomputation:
         prefixes = (tuple(keys[:n]) for n in range(1, len(keys) + 1))
         if failed := next((self._failed[x] for x in prefixes if x in self._failed), None):
             return Replayed((failed,))
-        end = lineage.manifest
-        steps = [end.step] if isinstance(end, BaseManifest) else [x.step for x in end.deltas]
         wrong, rounded = set[int](), set[int]()
         try:
-            for part in map(lineage.to, steps):
+            for part in map(lineage.to, lineage.manifest.steps):
                 _, more_wrong, more_rounded = self._reached.at(part)
                 wrong, rounded = wrong | more_wrong, rounded | more_rounded
         except StorageError as error:  # the step may be whole, so this is no damage
@@ -204,9 +201,6 @@ def cannot_replay_here(lineage: Lineage) -> str | None:
 
 def reason_to_keep(lineage: Lineage) -> str:
     """The reason why a damaged step may be restorable all the same; empty if trying it failed."""
-    problem = cannot_replay_here(lineage)
-    if problem is not None:
-        return problem
     here, update = update_program.platform(), lineage.base.update
     if update is not None and lineage.replayed_count:
         bad = {each.hinders for each in damaged_programs(lineage.entries[0], update)}

@@ -11,8 +11,7 @@ from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import TypeVar
 
-from adacheck_jax.errors import AdaCheckError
-from adacheck_jax.format.manifest import BaseManifest, Manifest
+from adacheck_jax.errors import AdaCheckError, listed
 from adacheck_jax.store.steps import deletion, identity, marks, roots
 from adacheck_jax.store.steps.lineage import Lineage
 from adacheck_jax.store.steps.manifest_file import DIRECTORY
@@ -86,9 +85,9 @@ class Steps:
             remedy = "Read steps that stock Orbax saved with ocp.StandardCheckpointer."
         elif numbered := [name for name in names if name.isdecimal()]:
             remedy = f"Step {numbered[-1]} {why_no_step(top / numbered[-1])}."
-        found = ", ".join(names[:5]) + (", ..." if len(names) > 5 else "")
         return InputError(
-            f"{top}: expected steps saved by AdaCheckHandler, found {found or 'nothing'}. {remedy}"
+            f"{top}: expected steps saved by AdaCheckHandler, found "
+            f"{listed(names, 5) or 'nothing'}. {remedy}"
         )
 
     def lacks(self, number: int, known: Iterable[int]) -> InputError:
@@ -171,6 +170,7 @@ class RecordedSteps:
     """The recorded steps of a run: saved, deferred, or held by a later step's directory.
 
     Attributes:
+        root: the checkpoint root.
         steps: the recorded steps, by ascending number.
         damaged: the error of each step whose own directory cannot be restored, by number. A later
             step's directory may hold it all the same.
@@ -181,13 +181,12 @@ class RecordedSteps:
 
     def __init__(self, root: Root, item: str | None = None) -> None:
         self._saved = walked(root)
-        saved = self._saved.of(item)
+        self.root, saved = self._saved.root, self._saved.of(item)
         named = {(step.step, step.directory.name) for step in saved if step.step >= 0}
         if item is None and len({number for number, _ in named}) < len(named):
             items = ", ".join(sorted({name for _, name in named}))
             raise InputError(
-                f"{self._saved.root}: expected one item a step, found {items}. Name one with "
-                "--item."
+                f"{self.root}: expected one item a step, found {items}. Name one with --item."
             )
         self.damaged = {step.step: step.error for step in saved if step.error is not None}
         own = dict[int, RecordedStep]()
@@ -212,7 +211,7 @@ class RecordedSteps:
             InputError: it is not recorded, or stock Orbax saved it.
             AdaCheckError: it is damaged, and no later step's directory holds it.
         """
-        number = numbered([*self.steps, *self.damaged], wanted, self._saved.root)
+        number = numbered([*self.steps, *self.damaged], wanted, self.root)
         if number in self.steps:
             return self.steps[number]
         raise self.damaged.get(number) or self._saved.lacks(number, self.steps)
@@ -231,11 +230,6 @@ def numbered(numbers: Iterable[int], wanted: int | None, root: AnyPath) -> int:
     if -wanted > len(known):
         raise InputError(f"{root}: expected at least {-wanted} steps, found {len(known)}.")
     return known[wanted]
-
-
-def kind_of(manifest: Manifest) -> str:
-    """``base`` or ``delta``."""
-    return "base" if isinstance(manifest, BaseManifest) else "delta"
 
 
 def settled(

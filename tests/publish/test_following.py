@@ -427,7 +427,7 @@ def test_the_root_of_a_checkpoint_manager_is_refused_on_both_sides(tmp_path):
     with ocp.CheckpointManager(tmp_path) as manager:
         for step in range(5):
             manager.save(step, args=ocp.args.StandardSave({"w": np.arange(1 + step)}))
-    refused(tmp_path, r"the root of a checkpoint manager \(0, 1, 2 and 2 more\)")
+    refused(tmp_path, r"the root of a checkpoint manager \(0, 1, 2, and 2 more\)")
 
 
 def test_other_content_is_refused_on_every_storage_and_does_no_harm_beside_weights(root):

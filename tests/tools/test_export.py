@@ -344,14 +344,14 @@ def test_of_a_base_one_file_is_in_memory_at_once(tmp_path, monkeypatch):
     saved_bits(tmp_path / "run", {"params": {f"w{n}": np.full(1000, n * 1.0) for n in range(8)}})
     monkeypatch.setattr(formats, "FILE_BYTES", 2 * 8000)
     alive: list[Any] = []
-    read = sources.volume_reader.fingerprint_of_array
+    read = sources._stored
 
     def counted(*arguments: Any) -> Any:
         assert sum(each() is not None for each in alive) <= 1
-        alive.append(weakref.ref(arguments[-1]))
-        return read(*arguments)
+        alive.append(weakref.ref(array := read(*arguments)))
+        return array
 
-    monkeypatch.setattr(sources.volume_reader, "fingerprint_of_array", counted)
+    monkeypatch.setattr(sources, "_stored", counted)
     exports.export(tmp_path / "run", 1, str(tmp_path / "x"))
     assert len(alive) == 8
 
@@ -359,7 +359,7 @@ def test_of_a_base_one_file_is_in_memory_at_once(tmp_path, monkeypatch):
 def test_a_place_that_was_taken_meanwhile_is_not_replaced(recorded, tmp_path, monkeypatch):
     root, _ = recorded
     out = tmp_path / "x"
-    monkeypatch.setattr(exports, "_files_of", lambda made: (out.write_text("mine"), {})[1])
+    monkeypatch.setattr(exports, "_compare", lambda *_: out.write_text("mine"))
     done = run("export", root, 1, out)
     assert (done.exit_code, "something was put there" in done.stderr) == (2, True)
     assert out.read_text() == "mine"

@@ -51,19 +51,19 @@ def test_a_damaged_step_is_refused_by_name_and_others_are_walked(run, tmp_path):
     shutil.copytree(root, copy)
     (copy / "9/default/adacheck/manifest.json").write_text("{}")
     walk = Walk(copy)
-    assert walk.recorded.damaged.keys() == {9}
+    assert walk.damaged.keys() == {9}
     assert invoked("inspect", copy, 9).exit_code == 1  # though a later step's directory may hold it
     assert walk.at(8).step == 8
     with pytest.raises(InputError, match="expected step 99"):
-        walk.number(99)
-    assert (walk.number(-1), walk.number(None), walk.number(-2)) == (13, 13, 12)
+        walk.find(99)
+    assert [walk.find(each).number for each in (-1, None, -2)] == [13, 13, 12]
     with pytest.raises(InputError, match="at least 99 steps"):
-        walk.number(-99)
+        walk.find(-99)
     for step in range(STEPS - 1):  # deleted ones are had from later ones
         shutil.rmtree(copy / str(step), ignore_errors=True)
     walk = Walk(copy)
     assert len(walk.steps) > 1
-    assert walk.steps[-1] == STEPS - 1
+    assert walk.numbers[-1] == STEPS - 1
     for step in walk.steps:
         found, expected = walk.at(step).tree()["params"]["b"], states[step]["params"]["b"]
         np.testing.assert_array_equal(found, expected)
@@ -76,8 +76,8 @@ def test_a_copy_of_a_step_under_another_number_hides_no_step(run, tmp_path):
     for number in (0, 20):
         shutil.copytree(copy / "13", copy / f"{number}")
     walk = Walk(copy)
-    assert walk.steps == list(range(STEPS))
-    assert walk.recorded.find(13).folder == copy / "13"
+    assert walk.numbers == list(range(STEPS))
+    assert walk.find(13).folder == copy / "13"
 
 
 def test_the_log_has_norms_rates_and_metrics(run):

@@ -198,10 +198,7 @@ class Lineage:
             LineageError: the lineage has no such step.
         """
         for count, entry in enumerate(self.entries, start=1):
-            manifest = entry.manifest
-            steps = [manifest.step]
-            if isinstance(manifest, DeltaManifest):
-                steps = [delta.step for delta in manifest.deltas]
+            steps = entry.manifest.steps
             if step in steps:
                 return Lineage(self.entries[:count], len(steps) - 1 - steps.index(step))
         raise LineageError(

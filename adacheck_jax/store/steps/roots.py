@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 from adacheck_jax.errors import AdaCheckError
-from adacheck_jax.format.manifest import DeltaManifest, Manifest
+from adacheck_jax.format.manifest import Manifest
 from adacheck_jax.store.steps import manifest_file
 from adacheck_jax.store.steps.folders import BASE, DELTA, KEPT, LINEAGE
 from adacheck_jax.store.steps.lineage import Lineage
@@ -109,8 +109,7 @@ def holder_of(step: int, root: AnyPath, item: str | None = None) -> int | None:
     None if there is none.
     """
     for each in steps_of(root, item):
-        recorded = each.manifest.recorded if isinstance(each.manifest, DeltaManifest) else ()
-        if each.error is None and step in (each.step, *(x.step for x in recorded)):
+        if each.lineage is not None and step in each.lineage.manifest.steps:
             return each.step
     return None
 

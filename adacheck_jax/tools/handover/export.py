@@ -99,7 +99,7 @@ def export(
             leaves = formats.planned(source.leaves, indices, wanted)
             _write(made, source, leaves, wanted)
         _compare(_read_back(made, leaves, wanted), source.fingerprints, leaves, path)
-        files = _files_of(made)
+        files = {name: each.size_bytes for name, each in sorted(at(made).described())}
     kept = {each.index for each in leaves}
     return ExportReport(
         root=str(root),
@@ -167,11 +167,6 @@ def _compare(
             f"{len(wrong)} of {len(leaves)} leaves ({', '.join(wrong[:5])}). Nothing was kept; "
             "look after the disk, and export again."
         )
-
-
-def _files_of(made: Path) -> dict[str, int]:
-    files = sorted(at(made).list(), key=str)
-    return {each.below(at(made)): each.stat().size_bytes for each in files}
 
 
 def free_place(text: str, root: AnyPath) -> Path:

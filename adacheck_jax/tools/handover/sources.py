@@ -7,6 +7,7 @@ the whole state is restored, as any restore does it.
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -18,17 +19,17 @@ from adacheck_jax.adapter.arguments import RestoreArgs
 from adacheck_jax.adapter.restoring.outcome import Restored
 from adacheck_jax.adapter.restoring.restorer import StepRestorer
 from adacheck_jax.adapter.stock.base_checkpoint import StockCheckpoints
-from adacheck_jax.adapter.stock.descriptions import check_described, damaged_descriptions
+from adacheck_jax.adapter.stock.descriptions import damaged_descriptions
 from adacheck_jax.device import transfer, trees
 from adacheck_jax.device.trees import PyTree
-from adacheck_jax.errors import IntegrityError, first_line, unreadable
+from adacheck_jax.errors import IntegrityError, first_line
 from adacheck_jax.format import manifest as manifests
 from adacheck_jax.format.boxes import Box
-from adacheck_jax.format.manifest import BaseManifest, Leaf
+from adacheck_jax.format.byte_loops import fingerprint_of
+from adacheck_jax.format.manifest import Leaf
 from adacheck_jax.layout.rules import Rule
 from adacheck_jax.publish.reading import read_version
 from adacheck_jax.publish.root import Root
-from adacheck_jax.store import volume_reader
 from adacheck_jax.store.storage.location import AnyPath, at
 from adacheck_jax.tools.history.differences import params_of
 from adacheck_jax.tools.recompute import wide_integers
@@ -90,7 +91,10 @@ def step_source(root: AnyPath, number: int | None, item: str | None) -> Iterator
     with undeleted(step.directory), contextlib.closing(StockCheckpoints()) as stock:
         base, directory = step.lineage.base, step.lineage.base_directory
         fingerprints = step.lineage.end.fingerprints
-        tree = _described(stock, directory, base)
+        for name, error in damaged_descriptions(directory, base).items():
+            if name != manifests.SHARDINGS:
+                raise error
+        tree = stock.described(directory)
         by_path, _ = trees.flatten(tree)
         values: list[Any] = []
 
@@ -101,10 +105,7 @@ def step_source(root: AnyPath, number: int | None, item: str | None) -> Iterator
             return np.asarray(words).astype(np.dtype(base.leaves[index].dtype), copy=False)
 
         def from_base(index: int) -> np.ndarray:
-            leaf = base.leaves[index]
-            if not leaf.nbytes:
-                return np.empty(leaf.shape, np.dtype(leaf.dtype))
-            return _stored(directory, leaf, by_path, fingerprints[index])
+            return _stored(stock, directory, base.leaves[index], by_path, fingerprints[index])
 
         yield Source(
             number=step.number,
@@ -120,35 +121,19 @@ def step_source(root: AnyPath, number: int | None, item: str | None) -> Iterator
         values.clear()  # the state is not needed to read the export back
 
 
-def _described(stock: StockCheckpoints, directory: AnyPath, base: BaseManifest) -> PyTree:
-    """The tree of a base, of Orbax's descriptions.
-
-    Raises:
-        AdaCheckError: a description is damaged.
-    """
-    damage = damaged_descriptions(directory, base)
-    damage.pop(manifests.SHARDINGS, None)
-    for error in damage.values():
-        raise error
-    tree = stock.described(directory)
-    by_path, _ = trees.flatten(tree)
-    for leaf in base.leaves:
-        if leaf.nbytes and leaf.path in by_path:
-            check_described(directory, leaf, by_path[leaf.path])
-    return tree
-
-
-def _stored(directory: AnyPath, leaf: Leaf, by_path: Any, fingerprint: int) -> np.ndarray:
+def _stored(
+    stock: StockCheckpoints, directory: AnyPath, leaf: Leaf, by_path: Any, fingerprint: int
+) -> np.ndarray:
     """Elements of one leaf of a base."""
+    plain = dataclasses.replace(leaf, key_type=None)  # key data, not keys
+    described = {path: each for path, each in by_path.items() if path == leaf.path}
     found, cause = "found other bits, by their fingerprint", None
     try:
-        name, array = by_path[leaf.path].name, np.zeros(leaf.shape, np.dtype(leaf.dtype))
-        digest = volume_reader.fingerprint_of_array(directory, name, leaf.dtype, array)
-        if digest == fingerprint:
+        value = stock.read(directory, [plain], {leaf.path: np.ndarray}, described)[leaf.path]
+        array = np.asarray(value, np.dtype(leaf.dtype))
+        if fingerprint_of(array) == fingerprint:
             return array
-    except (LookupError, ValueError, OSError) as error:
-        if refused := unreadable(directory, error):
-            raise refused from error
+    except IntegrityError as error:
         found, cause = first_line(error), error
     raise IntegrityError(
         f"{directory}: leaf {leaf.path}: expected the bits that were saved: {found}. Nothing was "

@@ -56,13 +56,14 @@ def bisect(
         InputError: no step is recorded between the ends.
         AdaCheckError: a step is damaged.
     """
-    oldest = walk.steps[0] if first is None else first
-    newest = walk.steps[-1] if last is None else last
-    steps = [step for step in walk.steps if oldest <= step <= newest]
+    every = walk.numbers
+    oldest = every[0] if first is None else first
+    newest = every[-1] if last is None else last
+    steps = [step for step in every if oldest <= step <= newest]
     if not steps:
         raise InputError(
             f"{walk.root}: expected recorded steps from {first} to {last}, found none. The oldest "
-            f"is {walk.steps[0]}, the newest {walk.steps[-1]}."
+            f"is {every[0]}, the newest {every[-1]}."
         )
     tried, rounded = dict[int, str | None](), dict[str, None]()
     most = 2 + max(len(steps) - 2, 0).bit_length()

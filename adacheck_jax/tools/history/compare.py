@@ -104,7 +104,7 @@ def compare_runs(first: Walk, second: Walk, progress: Progress = quiet) -> StepC
     """
     common = sorted({*first.steps} & {*second.steps})
     if not common:
-        ends = [f"{run.root} has {run.steps[0]} to {run.steps[-1]}" for run in (first, second)]
+        ends = [f"{run.root} has {min(run.steps)} to {max(run.steps)}" for run in (first, second)]
         raise InputError(f"expected steps of both runs, found none: {', '.join(ends)}.")
     equal_until, step = None, common[-1]
     for n, number in enumerate(common):

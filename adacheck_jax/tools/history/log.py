@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import itertools
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
@@ -69,7 +70,7 @@ def log(walk: Walk, last: int | None = None, progress: Progress = quiet) -> RunL
         InputError: this machine cannot replay a step.
         AdaCheckError: a step is damaged.
     """
-    asked = walk.steps if last is None else walk.steps[-last:]
+    asked = walk.numbers[-last:] if last else walk.numbers
     rows, gone = list[StepLog](), list[int]()
     for step, found, _ in logged(walk, asked, progress):
         if isinstance(found, StepLog):
@@ -96,7 +97,7 @@ def logged(
         Number of a step; its log, or the reason why it cannot be restored; and, if every leaf is
         compared, the norm of the change of each, relative to the leaf before, by its path.
     """
-    before_of = dict(zip(walk.steps[1:], walk.steps, strict=False))
+    before_of = dict(itertools.pairwise(reversed(walk.steps)))
     place, before = None, _Arrays()
     for n, step in enumerate(wanted):
         progress(n, len(wanted), f"step {step}")
@@ -141,7 +142,7 @@ def _row_of(walk: Walk, state: State, before: _Arrays) -> StepLog:
     params, change = _arrays(state, every_leaf=False), None
     if params and all(p in before and before[p].shape == x.shape for p, x in params.items()):
         change = norm([wide(array) - wide(before[path]) for path, array in params.items()])
-    folder, update = walk.recorded.steps[state.step].folder, state.update
+    folder, update = walk.steps[state.step].folder, state.update
     return StepLog(
         step=state.step,
         kind="delta" if walk.lineage(state.step).deltas else "base",

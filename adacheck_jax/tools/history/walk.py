@@ -22,7 +22,6 @@ from adacheck_jax.tools.steps import (
     RecordedSteps,
     Root,
     undeleted,
-    walked,
 )
 
 Tree = dict[str, Any]
@@ -54,15 +53,13 @@ class State:
         return trees.nested(dict(zip(paths, self.arrays, strict=True)))
 
 
-class Walk:
+class Walk(RecordedSteps):
     """Restores recorded steps of one run, on the first device of this process.
 
     A recorded step is one that was saved, deferred until a later save, or deleted while a later
     step's directory still holds it.
 
     Attributes:
-        root: the checkpoint root.
-        recorded: the recorded steps.
         restored_count: number of states that were restored or replayed.
 
     Raises:
@@ -71,25 +68,20 @@ class Walk:
     """
 
     def __init__(self, root: Root, item: str | None = None) -> None:
-        steps = walked(root)
-        self.root, self._item, self.restored_count = steps.root, item, 0
+        super().__init__(root, item)
+        self._item, self.restored_count = item, 0
         self._reached = Reached(lambda entry: entry.manifest.checksum)
-        self.recorded = RecordedSteps(steps, item)
         if not self.steps:
-            raise next(iter(self.recorded.damaged.values()))
+            raise next(iter(self.damaged.values()))
 
     @property
-    def steps(self) -> list[int]:
+    def numbers(self) -> list[int]:
         """Numbers of the recorded steps, ascending."""
-        return [*self.recorded.steps]
-
-    def number(self, wanted: int | None) -> int:
-        """Number of the recorded step that a caller means, as of :meth:`RecordedSteps.find`."""
-        return self.recorded.find(wanted).number
+        return [*self.steps]
 
     def lineage(self, step: int) -> Lineage:
         """Everything that a recorded step is restored from."""
-        return self.recorded.steps[step].lineage
+        return self.steps[step].lineage
 
     def fingerprints(self, step: int) -> dict[str, int]:
         """The digest of each leaf, by its path, as it was saved; no array is read."""
@@ -109,7 +101,7 @@ class Walk:
             try:
                 return self._at(step)
             except StepDeletedError as error:
-                self.recorded.steps[step] = self._held_elsewhere(step, error)
+                self.steps[step] = self._held_elsewhere(step, error)
         return self._at(step)
 
     def _held_elsewhere(self, step: int, error: StepDeletedError) -> RecordedStep:

@@ -144,7 +144,7 @@ def _walked(report: Report, walk: Walk, norm_count: int | None, progress: Progre
     if failed:
         step, why = next(iter(failed.items()))
         note += f" {len(failed):,} could not be restored here, such as step {step:,}: {why}"
-    lineages = {step: each.lineage for step, each in walk.recorded.steps.items()}
+    lineages = {step: each.lineage for step, each in walk.steps.items()}
     saved_with = {step: each.manifest.step for step, each in lineages.items()}
     present = {row.step for row in report.summary.steps if row.kind not in _OTHERS}
     kept = [step for step in walk.steps if saved_with[step] in present]
@@ -166,7 +166,7 @@ def _walked(report: Report, walk: Walk, norm_count: int | None, progress: Progre
         for path, size_bytes in sorted(sizes.items(), key=lambda x: -x[1])
         if tally[BASES, path] or tally[DELTAS, path]
     ]
-    base = lineages[walk.steps[-1]].base
+    base = lineages[max(lineages)].base
     roles = zip(base.leaves, roles_of(len(base.leaves), base.update), strict=True)
     ends = [each.end for each in lineages.values()]
     return replace(
@@ -184,7 +184,7 @@ def _walked(report: Report, walk: Walk, norm_count: int | None, progress: Progre
 
 def _chosen(walk: Walk, asked: int | None) -> list[int]:
     """The steps to restore: as many as asked, else all of a small run and none of a larger one."""
-    steps = walk.steps
+    steps = walk.numbers
     if asked is None:
         run_bytes = len(steps) * sum(leaf.nbytes for leaf in walk.lineage(steps[-1]).base.leaves)
         is_small = len(steps) <= SMALL_STEP_COUNT and run_bytes <= SMALL_RUN_BYTES
