@@ -41,6 +41,8 @@ from adacheck_jax.update.pinning.flat_jaxpr import (
     evaluate,
     flatten,
     groups,
+    living,
+    numbers_in,
 )
 from adacheck_jax.update.pinning.reductions import Slots
 from adacheck_jax.update.pinning.rules import KNOWN, PinningRule, is_rounded, rules_of
@@ -257,8 +259,7 @@ class _PinnedJaxpr:
         self._flat, self._slots = flat, slots
         self._entering = [i for i, each in zip(flat.inputs, entering, strict=True) if each]
         kept = tuple(each.ref for each in slots)
-        finished = {ref for ref in (*flat.outputs, *kept) if isinstance(ref, int)}
-        self._rules = rules_of(flat.ops, finished if is_whole else ())
+        self._rules = rules_of(flat.ops, numbers_in((*flat.outputs, *kept)) if is_whole else ())
         self._recording = dataclasses.replace(flat, outputs=(*flat.outputs, *kept))
 
     @functools.cached_property
@@ -267,7 +268,7 @@ class _PinnedJaxpr:
 
     @functools.cached_property
     def _without_reductions(self) -> _Groups:
-        return _grouped(reductions.without(self._flat, self._slots), self._rules)
+        return _grouped(living(self._flat, [each.ref for each in self._slots]), self._rules)
 
     def __call__(self, zero: Any, values: Sequence[Any]) -> list[Any]:
         return self.with_results(zero, values)[0]
