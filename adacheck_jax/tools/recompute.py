@@ -191,7 +191,7 @@ def cannot_replay_here(lineage: Lineage) -> str | None:
         return f"the update was exported for {known}, and this machine's platform is {here}"
     path = lineage.base_directory / manifest_file.update_file(here)
     try:
-        exported_program.load(at(path).read(), update, str(path))
+        exported_program.vetted(at(path).read(), update, str(path))
     except FormatError as error:
         return " ".join(str(error).split())
     except (AdaCheckError, OSError):

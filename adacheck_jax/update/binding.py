@@ -204,9 +204,6 @@ def _bind_node(
         for tree in (signature.params, signature.inner, signature.record, signature.extra)
     )
     followed = bound_trees(recorder.derived, signature.params, derived, leaves)
-    takes_count = any(
-        recorder.derived[tree.name].uses_count(signature.params, tree) for tree in followed
-    )
     # Without them (a checkpoint of an earlier release, an update as its own program) sums are
     # computed where the update is.
     reduced = tuple(node.reduced.values())
@@ -225,7 +222,7 @@ def _bind_node(
         extra=pick(extra, node.extra, "extra arguments")
         + reduced
         + pick([*map(passed_key, signature.passed)], node.passed, "consumed optimizer state")
-        + ((node.count,) if takes_count else ()),
+        + ((node.count,) if any(tree.uses_count for tree in followed) else ()),
         count=node.count,
         prefix=node.prefix,
         recorder=recorder,

@@ -6,9 +6,10 @@ own last value. It is pinned as an update is, and replayed behind the update tha
 
 from __future__ import annotations
 
+import dataclasses
 import logging
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import jax
@@ -43,11 +44,13 @@ class DerivedTree:
         name: name by which the Recorder knows it.
         treedef: its tree definition.
         types: shape and data type of each leaf.
+        uses_count: True if the next value depends on the number of updates, once that is known.
     """
 
     name: str
     treedef: Any
     types: tuple[jax.ShapeDtypeStruct, ...]
+    uses_count: bool = field(default=False, compare=False)
 
     @classmethod
     def of(cls, name: str, tree: PyTree) -> DerivedTree:
@@ -150,13 +153,13 @@ def bound_trees(
             if not same:
                 continue
             try:
-                own.uses_count(params, tree)
+                uses_count = own.uses_count(params, tree)
             except Exception as error:  # it is the caller's function
                 _log.debug("The derived tree %r is no %s: %s", name, tree.treedef, error)
                 continue
             if tree not in own.learned:
                 own.guessed.add(tree)
-            found[tree] = tuple(paths.values())
+            found[dataclasses.replace(tree, uses_count=uses_count)] = tuple(paths.values())
             break
         else:
             _log.info("The derived tree %r is stored until derive() was called with it.", name)

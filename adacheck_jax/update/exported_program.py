@@ -110,11 +110,6 @@ def vetted(data: bytes, update: Update, where: str) -> jax.export.Exported:
     return exported
 
 
-def load(data: bytes, update: Update, where: str) -> UpdateFunction:
-    """The function of a program, after :func:`vetted`, which raises the same."""
-    return function_of(vetted(data, update, where), where)
-
-
 def function_of(exported: jax.export.Exported, where: str) -> UpdateFunction:
     """The function of a vetted program; it raises FormatError for leaves that do not fit it."""
     function = _caller(exported)

@@ -53,7 +53,7 @@ def update_function(
     specs, _ = trees.flatten(signature.inner)
     is_passed = [path in signature.passed for path in specs]
     own_count = len(is_passed) - sum(is_passed)
-    has_count = any(recorder.derived[x.name].uses_count(signature.params, x) for x in derived)
+    has_count = any(each.uses_count for each in derived)
 
     def run(
         params: Leaves, inner: Leaves, record: Leaves, extra: Leaves, zero: Any

@@ -312,7 +312,8 @@ def load(data):
     update = Update(
         (), (), (), (), (0,), ((0, 0, 0, 0),), (), (), "", "", digests, jax.__version__, False
     )
-    return exported_program.load(data, update, "update.stablehlo")
+    exported = exported_program.vetted(data, update, "update.stablehlo")
+    return exported_program.function_of(exported, "update.stablehlo")
 
 
 def test_linear_algebra_and_loops_are_pure():

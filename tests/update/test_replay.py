@@ -37,7 +37,9 @@ def loaded(recorder, state):
     )
     function = update_program.update_function(recorder, binding.signature)
     data = exported_program.export(function, arguments, ZERO, ["cpu"])["cpu"]
-    return exported_program.load(data, note_of(data), "program")
+    return exported_program.function_of(
+        exported_program.vetted(data, note_of(data), "program"), "program"
+    )
 
 
 FRESH = """

@@ -45,7 +45,8 @@ def processes(monkeypatch):
 
 def load(data: bytes, noted: bytes | None = None):
     note = note_of(data if noted is None else noted)
-    return exported_program.load(data, note, "update.stablehlo")
+    exported = exported_program.vetted(data, note, "update.stablehlo")
+    return exported_program.function_of(exported, "update.stablehlo")
 
 
 @pytest.mark.parametrize("name", ["abort", "segfault"])

@@ -120,7 +120,7 @@ def flatten(jaxpr: Any) -> Flat:
 
     inputs = tuple(next(numbers) for _ in [*jaxpr.constvars, *jaxpr.invars])
     outputs = tuple(walk(jaxpr, inputs))
-    return Flat(inputs, tuple(_living(ops, outputs)), outputs)
+    return living(Flat(inputs, tuple(ops), outputs))
 
 
 def evaluate(
@@ -226,14 +226,20 @@ def described(flat: Flat) -> list[str]:
     return found
 
 
-def _living(ops: Sequence[Op], outputs: Sequence[Ref]) -> list[Op]:
-    wanted = {ref for ref in outputs if isinstance(ref, int)}
+def living(flat: Flat, given: Collection[int] = ()) -> Flat:
+    """The operations that are needed where some values are given, as further inputs."""
+    wanted, known = numbers_in(flat.outputs), {*given}
     kept = []
-    for op in reversed(ops):
-        if op.eqn.effects or any(i in wanted for i in op.outputs):
+    for op in reversed(flat.ops):
+        if op.eqn.effects or not known.issuperset(wanted.intersection(op.outputs)):
             kept.append(op)
-            wanted.update(ref for ref in op.inputs if isinstance(ref, int))
-    return kept[::-1]
+            wanted |= numbers_in(op.inputs)
+    return Flat((*flat.inputs, *given), tuple(kept[::-1]), flat.outputs)
+
+
+def numbers_in(refs: Sequence[Ref]) -> set[int]:
+    """The numbers of the values among some inputs."""
+    return {ref for ref in refs if isinstance(ref, int)}
 
 
 @dataclass(frozen=True, slots=True)
@@ -295,7 +301,7 @@ def groups(flat: Flat) -> list[Group]:
     placed = []
     arrays = {i for op in flat.ops for i, shape in op.shapes.items() if shape}
     for op in flat.ops:
-        ids = [ref for ref in op.inputs if isinstance(ref, int)]
+        ids = numbers_in(op.inputs)
         stage = max((stages.get(ref, 0) for ref in ids), default=0)
         for each, aval in zip(op.outputs, op.avals, strict=True):
             stages[each] = stage + (op.has_arrays and not aval.shape)
@@ -311,11 +317,9 @@ def groups(flat: Flat) -> list[Group]:
         members.setdefault(root(own), []).append(op)
     ordered = sorted(members, key=lambda own: (own[0], own[1] != "scalars"))
     homes = {each: own for own, ops in members.items() for op in ops for each in op.outputs}
-    taken = {ref for ref in flat.outputs if isinstance(ref, int)}
+    taken = numbers_in(flat.outputs)
     for own, ops in members.items():
-        taken.update(
-            ref for op in ops for ref in op.inputs if isinstance(ref, int) and homes.get(ref) != own
-        )
+        taken.update(ref for op in ops for ref in numbers_in(op.inputs) if homes.get(ref) != own)
     return [_group(members[own], taken) for own in ordered]
 
 

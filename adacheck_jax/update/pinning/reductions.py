@@ -8,7 +8,7 @@ Which results are kept follows from the operations and their shapes alone.
 from __future__ import annotations
 
 import math
-from collections.abc import Collection, Sequence
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -20,7 +20,7 @@ from jax.interpreters import batching, mlir
 from jax.sharding import NamedSharding, PartitionSpec
 
 from adacheck_jax.update.pinning.fence import can_fence
-from adacheck_jax.update.pinning.flat_jaxpr import PICK, Flat, Op, bodies
+from adacheck_jax.update.pinning.flat_jaxpr import PICK, Flat, Op, bodies, living, numbers_in
 from adacheck_jax.update.pinning.rules import can_pin
 
 _SMALL_SIZE = 64
@@ -79,14 +79,14 @@ def chosen(flat: Flat, limit: int) -> Slots:
     arrays are computed from, or the first, whichever are fewer.
     """
     avals = _avals(flat)
-    users: dict[int, list[Op | None]] = {ref: [None] for ref in _numbered(flat.outputs)}
+    users: dict[int, list[Op | None]] = {ref: [None] for ref in numbers_in(flat.outputs)}
     for op in flat.ops:
-        for ref in set(_numbered(op.inputs)):
+        for ref in numbers_in(op.inputs):
             users.setdefault(ref, []).append(op)
     first: set[int] = set()
     numbers: set[int] = set()  # computed from results
     for op in flat.ops:
-        taken = set(_numbered(op.inputs))
+        taken = numbers_in(op.inputs)
         if _reduces(op):
             first.update(op.outputs)
             numbers.update(op.outputs)
@@ -101,7 +101,7 @@ def chosen(flat: Flat, limit: int) -> Slots:
         if any(op is None or numbers.isdisjoint(op.outputs) for op in users.get(ref, ()))
     }
     found = [
-        tuple(_slot(ref, avals[ref]) for ref in sorted(cut & _wanted(flat, cut)))
+        tuple(_slot(ref, avals[ref]) for ref in sorted(cut & _taken(living(flat, cut))))
         for cut in (last, first)
     ]
     slots = min(found, key=word_count)
@@ -112,8 +112,9 @@ def _avals(flat: Flat) -> dict[int, Any]:
     return {ref: aval for op in flat.ops for ref, aval in zip(op.outputs, op.avals, strict=True)}
 
 
-def _numbered(refs: Sequence[Any]) -> list[int]:
-    return [ref for ref in refs if isinstance(ref, int)]
+def _taken(flat: Flat) -> set[int]:
+    """Numbers of the values that operations take, or that are returned."""
+    return numbers_in(flat.outputs).union(*(numbers_in(op.inputs) for op in flat.ops))
 
 
 def _is_number(op: Op) -> bool:
@@ -124,23 +125,6 @@ def _is_number(op: Op) -> bool:
 
 def _slot(ref: int, aval: Any) -> Slot:
     return Slot(ref, tuple(aval.shape), np.dtype(aval.dtype))
-
-
-def without(flat: Flat, slots: Slots) -> Flat:
-    """The operations that are left where recorded results are given, as further inputs."""
-    given = {each.ref for each in slots}
-    wanted = _wanted(flat, given)
-    ops = [op for op in flat.ops if op.eqn.effects or wanted.intersection(op.outputs) - given]
-    return Flat((*flat.inputs, *(each.ref for each in slots)), tuple(ops), flat.outputs)
-
-
-def _wanted(flat: Flat, given: Collection[int]) -> set[int]:
-    """Numbers of the values that results are computed from, where some values are given."""
-    wanted = set(_numbered(flat.outputs))
-    for op in reversed(flat.ops):
-        if op.eqn.effects or any(i in wanted and i not in given for i in op.outputs):
-            wanted.update(_numbered(op.inputs))
-    return wanted
 
 
 def _reduces(op: Op) -> bool:
