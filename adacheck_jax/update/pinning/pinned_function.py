@@ -3,12 +3,12 @@
 A compiler may contract a product and a sum into one operation, divide by a broadcast scalar by
 multiplying by its reciprocal, keep more digits than a data type has, and merge constants; the
 choice depends on everything around an operation. So a function is traced, and its operations are
-evaluated one by one, with a fence (:mod:`~adacheck_jax.update.pinning.fence`) behind each that
-rounds. No operation is left out or reordered. Each is rounded as it is
+evaluated one by one, with fences (:mod:`~adacheck_jax.update.pinning.fence`) between operations
+that a compiler could merge. No operation is left out or reordered. Each is rounded as it is
 written, except that a division by a scalar, or by something broadcast, is always a multiplication
 by the reciprocal.
 
-:mod:`~adacheck_jax.update.pinning.rules` says which do. The order of a sum cannot be
+:mod:`~adacheck_jax.update.pinning.rules` says where fences stand. The order of a sum cannot be
 fixed: its result is recorded instead (:mod:`~adacheck_jax.update.pinning.reductions`).
 """
 
@@ -45,7 +45,7 @@ from adacheck_jax.update.pinning.flat_jaxpr import (
     numbers_in,
 )
 from adacheck_jax.update.pinning.reductions import Slots
-from adacheck_jax.update.pinning.rules import KNOWN, PinningRule, is_rounded, rules_of
+from adacheck_jax.update.pinning.rules import KNOWN, PinningRule, rules_of
 
 _KEPT_COUNT = 8
 """Traces that a function keeps."""
@@ -259,7 +259,8 @@ class _PinnedJaxpr:
         self._flat, self._slots = flat, slots
         self._entering = [i for i, each in zip(flat.inputs, entering, strict=True) if each]
         kept = tuple(each.ref for each in slots)
-        self._rules = rules_of(flat.ops, numbers_in((*flat.outputs, *kept)) if is_whole else ())
+        finished = numbers_in((*flat.outputs, *kept))
+        self._rules = rules_of(flat.ops, finished, is_whole=is_whole)
         self._recording = dataclasses.replace(flat, outputs=(*flat.outputs, *kept))
 
     @functools.cached_property
@@ -338,14 +339,16 @@ def _fenced(op: Op, rule: PinningRule, values: list[Any], zero: Any) -> list[Any
     else:
         results = op.bind(values)
     return [
-        fence(value, zero, canonical=finished) if finished or is_rounded(op, aval) else value
-        for value, aval, finished in zip(results, op.avals, rule.finished, strict=True)
+        fence(value, zero, canonical=finished) if fenced or finished else value
+        for value, fenced, finished in zip(results, rule.fenced, rule.finished, strict=True)
     ]
 
 
 def _divide(op: Op, rule: PinningRule, values: list[Any], zero: Any) -> list[Any]:
     dividend, divisor = values
-    if not rule.is_scaling:  # by a known constant a compiler divides in another way
+    if rule.divides == "as written":
+        return op.bind(values)
+    if rule.divides == "fenced":
         return op.bind([dividend, fence(divisor, zero)])
     divisor = jnp.asarray(divisor, op.avals[0].dtype)
     return [jax.lax.mul(dividend, _reciprocal(divisor, zero))]

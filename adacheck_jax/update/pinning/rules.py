@@ -1,4 +1,4 @@
-"""Rules of pinning: the operations that can be pinned, and those of them that round.
+"""Rules of pinning: the operations that can be pinned, and the places of fences between them.
 
 Operations that are not in :data:`KNOWN` are evaluated as they are, and nothing is promised of their
 bits.
@@ -36,59 +36,125 @@ PLACING = frozenset(_PLACING.split())
 CONTROL = frozenset({"cond", "scan", "while", "custom_jvp_call", "custom_vjp_call"})
 KNOWN = ELEMENTWISE | PLACING | CONTROL
 _UNROUNDED = PLACING | CONTROL | set(_EXACT.split())
+_COMPARISONS = frozenset({"eq", "ge", "gt", "is_finite", "le", "lt", "ne"})
+_UNFENCED = {
+    "sum": {"comparison", "product", "quotient", "root", "scaling", "square"},
+    "shift": {"comparison", "quotient", "root"},
+    "product": {"comparison", "product", "quotient", "root", "scaling", "square"},
+    "scaling": {"comparison", "quotient", "root"},
+    "square": {"comparison", "product", "quotient", "scaling", "square"},
+    "quotient": {"comparison", "shift", "sum"},
+    "root": {"comparison", "shift", "sum"},
+}
+"""For each kind of operation, the kinds that may consume its result without a fence between them.
+
+Compilers contract products with sums, also across operations that change no bit; divide quotients,
+roots and functions in other ways; take the root of a square; merge constants; and may compute
+``(x + 1) * y`` as ``x * y + y``. A shift is a sum with a constant, a scaling a product with a
+constant or a scalar.
+"""
 
 
 class PinningRule(NamedTuple):
-    """The part of an operation's evaluation that depends on the operations around it.
+    """The evaluation of one operation.
 
     Attributes:
-        is_scaling: True for a division that is a product with the reciprocal.
+        kind: a kind of :data:`_UNFENCED`, or ``comparison``, ``exact`` or ``rounded``.
+        divides: ``reciprocal`` for a product with the reciprocal, ``fenced`` to fence the divisor
+            first, anything else for a division as it is written.
+        fenced: for each result, True to fence it for the operations that consume it.
         finished: for each result, True if it is a result of the function: it is fenced, and its
             NaNs become the platform's own.
     """
 
-    is_scaling: bool
-    finished: tuple[bool, ...]
+    kind: str
+    divides: str = ""
+    fenced: tuple[bool, ...] = ()
+    finished: tuple[bool, ...] = ()
 
 
-def rules_of(ops: Sequence[Op], finished: Collection[int]) -> dict[int, PinningRule]:
-    """A rule for each operation, by its ``id``; ``finished`` are the function's own results."""
-    spread: set[int] = set()  # arrays that may be one scalar in many places
+def rules_of(
+    ops: Sequence[Op], outputs: Collection[int], *, is_whole: bool
+) -> dict[int, PinningRule]:
+    """A rule for each operation, from the kinds that produce and consume each value.
+
+    Returns:
+        Rules by ``id`` of the operation.
+    """
+    kinds = _kinds(ops)
+    consumers: dict[int, set[str]] = {}
+    for op in ops:
+        for ref in op.inputs:
+            if isinstance(ref, int):
+                consumers.setdefault(ref, set()).add(kinds[id(op)].kind)
+    for ref in () if is_whole else outputs:
+        consumers.setdefault(ref, set()).add("result")
     rules = {}
     for op in ops:
-        rules[id(op)] = PinningRule(
-            _is_scaling(op, spread), tuple(i in finished for i in op.outputs)
+        rule, pairs = kinds[id(op)], list(zip(op.outputs, op.avals, strict=True))
+        rules[id(op)] = rule._replace(
+            fenced=tuple(_is_fenced(op, rule, aval, consumers.get(i, set())) for i, aval in pairs),
+            finished=tuple(is_whole and i in outputs for i, _ in pairs),
         )
-        arrays = [ref for ref, shape in op.shapes.items() if shape]
-        is_copied = op.name == "broadcast_in_dim" and op.avals[0].size > op.eqn.invars[0].aval.size
-        if is_copied or (arrays and spread.issuperset(arrays)):
-            spread.update(op.outputs)
     return rules
 
 
-def _is_scaling(op: Op, spread: set[int]) -> bool:
-    """True for a division by a constant, or of an array by a scalar or something broadcast."""
-    if op.name != "div":
+def _kinds(ops: Sequence[Op]) -> dict[int, PinningRule]:
+    spread: set[int] = set()  # arrays that may be one scalar in many places
+    constant: set[int] = set()
+    kinds = {}
+    for op in ops:
+        kinds[id(op)] = _kind(op, spread, constant)
+        ids = [ref for ref in op.inputs if isinstance(ref, int)]
+        arrays = [ref for ref in ids if op.shapes[ref]]
+        is_copied = op.name == "broadcast_in_dim" and op.avals[0].size > op.eqn.invars[0].aval.size
+        if is_copied or (arrays and spread.issuperset(arrays)):
+            spread.update(op.outputs)
+        if constant.issuperset(ids):
+            constant.update(op.outputs)
+    return kinds
+
+
+def _kind(op: Op, spread: set[int], constant: set[int]) -> PinningRule:
+    name, shape = op.name, op.avals[0].shape if op.avals else ()
+
+    def is_constant(ref: Any) -> bool:
+        return not isinstance(ref, int) or ref in constant
+
+    def is_scalar(ref: Any) -> bool:
+        return not isinstance(ref, int) or not op.shapes[ref] or ref in spread
+
+    if name in {"add", "add_any", "sub"}:
+        return PinningRule("shift" if any(map(is_constant, op.inputs)) else "sum")
+    if name == "mul":
+        if op.inputs[0] is op.inputs[1] or op.inputs[0] == op.inputs[1]:
+            return PinningRule("square")
+        return PinningRule("scaling" if any(map(is_scalar, op.inputs)) else "product")
+    if name == "div":
+        divisor = op.inputs[1]
+        if not isinstance(divisor, int) or (shape and is_scalar(divisor)):
+            return PinningRule("scaling", "reciprocal")
+        return PinningRule("quotient", "fenced" if is_constant(divisor) else "as written")
+    if name == "square" or (name == "integer_pow" and op.eqn.params["y"] == 2):
+        return PinningRule("square")
+    if name == "sqrt":
+        return PinningRule("root")
+    if name in _COMPARISONS:
+        return PinningRule("comparison")
+    return PinningRule("exact" if name in _UNROUNDED else "rounded")
+
+
+def _is_fenced(op: Op, rule: PinningRule, aval: Any, consumers: Collection[str]) -> bool:
+    if not jnp.issubdtype(aval.dtype, jnp.floating):
         return False
-    divisor = op.inputs[1]
-    if not isinstance(divisor, int):
-        return True
-    return bool(op.avals[0].shape) and (not op.shapes[divisor] or divisor in spread)
-
-
-def is_rounded(op: Op, aval: Any) -> bool:
-    """True for a result that was rounded: a fence behind it keeps the rounding.
-
-    Without one, compilers contract products with sums, also across operations that change no bit;
-    divide quotients, roots and functions in other ways; take the root of a square; merge constants;
-    and may compute ``(x + 1) * y`` as ``x * y + y``.
-    """
-    if op.name in _UNROUNDED or not jnp.issubdtype(aval.dtype, jnp.floating):
-        return False
-    if op.name == "convert_element_type" and aval.dtype.itemsize >= 4:
+    is_narrow = aval.dtype.itemsize < 4
+    if op.name == "convert_element_type":
         before = op.eqn.invars[0].aval.dtype
-        return before.itemsize > aval.dtype.itemsize and jnp.issubdtype(before, jnp.floating)
-    return True
+        is_shorter = before.itemsize > aval.dtype.itemsize
+        return is_narrow or (is_shorter and jnp.issubdtype(before, jnp.floating))
+    if rule.kind in {"comparison", "exact"}:
+        return False
+    return is_narrow or not _UNFENCED.get(rule.kind, frozenset()).issuperset(consumers)
 
 
 def can_pin(equation: Any) -> bool:
