@@ -33,7 +33,9 @@ def firsts(blocks: Sequence[np.ndarray], kinds: Sequence[Hashable]) -> list[int]
 
 
 def same_bits(a: np.ndarray, b: np.ndarray) -> bool:
-    """True if two arrays of the same number of bytes hold the same bytes in row-major order."""
+    """True if two arrays hold the same bytes in row-major order, whatever their types."""
+    if a.nbytes != b.nbytes:
+        return False
     a, b = flat_bytes(a), flat_bytes(b)
     words = a.size // 8 * 8  # wide words are compared several times as fast as bytes
     return np.array_equal(a[words:], b[words:]) and np.array_equal(

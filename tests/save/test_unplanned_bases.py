@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import jax
+import jax.numpy as jnp
+import numpy as np
 import pytest
 
+import adacheck_jax as adacheck
 from tests import support
 from tests.save.loop import Loop, computing, kinds
 
@@ -38,6 +41,34 @@ def test_several_updates_lie_between_two_saves(tmp_path, told, waits):
     (message,) = told()
     assert "the update counter went from 8 to 12: not one update" in message
     assert "record_step" in message
+
+
+@pytest.mark.parametrize(
+    ("before", "after"),
+    [
+        (0, jnp.int32(0)),  # the number in the first state of a flax run
+        (np.zeros(3), np.zeros(3, np.float32)),
+        (np.zeros(4, np.float32), np.zeros(4, np.int32)),
+        (np.ones(4, np.float32), np.ones(2, np.float32)),
+    ],
+    ids=["number", "narrower", "same bytes", "shorter"],
+)
+def test_a_leaf_gets_another_type_or_shape(tmp_path, told, before, after):
+    wanted = {}
+    with Loop(tmp_path) as loop:
+        for note in (before, after, after, before, after):
+            loop.train()
+            wanted[loop.number] = loop.run.state | {"note": note}
+            loop.run.state = wanted[loop.number]
+            loop.put()
+            loop.run.state = {x: y for x, y in wanted[loop.number].items() if x != "note"}
+    assert kinds(tmp_path) == [*"BBRBB"]
+    (message,) = told()
+    assert "note changed from" in message
+    with support.manager_of(tmp_path, adacheck.AdaCheckHandler()) as manager:
+        for step, saved in loop.states.items():
+            found = manager.restore(step, args=adacheck.RestoreArgs(wanted[step]))
+            support.assert_same_bits(found, saved)
 
 
 @pytest.mark.slow
