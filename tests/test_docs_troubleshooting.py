@@ -21,7 +21,7 @@ ERRORS = {
 LOUD = {"_log.warning", "_log.error", "_log.exception", "warnings.warn", "self.warn_once"}
 NEVER_TOLD = (
     "given up, this step is being saved again",  # those who wait for it see another error
-    "given up, it is being saved again",
+    "given up, since its save has failed",
     "was given up before it was written",
     "the copy of the state went on to another step",  # a base in the background, made later
     "the base is not wanted any more",

@@ -32,7 +32,7 @@ class Attempt:
         token: mark of all files that the training run writes.
         exchange: exchange with the other processes.
         earlier: exchanges of attempts before, which some process may still read.
-        is_over: True once the same step is being saved again.
+        is_over: True once nothing more of it is written: it has failed, or is made again.
         claim: identity of this process's claim in a store; see :mod:`~adacheck_jax.store.claims`.
     """
 
@@ -47,6 +47,15 @@ class Attempt:
         """The attempt that follows; this one is over if it ``repeats`` the same step."""
         self.is_over |= repeats
         return Attempt(self.turn, self.token, exchange, [*self.earlier, self.exchange])
+
+    def stop(self) -> None:
+        """Waits until nothing of it is written any more; of a process alone nothing more begins.
+
+        Several processes hear of its share, or that it failed, in any case.
+        """
+        self.is_over |= self.exchange.is_alone
+        with self.turn:
+            pass
 
     def agree(self, topic: str, own: Report, judge: Judge) -> Report:
         """As :meth:`Exchange.agree`."""

@@ -151,8 +151,9 @@ def detach(
 
     def copied(i: int, box: Box, block: np.ndarray) -> np.ndarray:
         own = known.get(i, {}).get(box)  # the leaf may have had another type, or be another one
-        is_same = own is not None and own.dtype == block.dtype and equality.same_bits(own, block)
-        return own if is_same else np.array(block)
+        if own is not None and own.dtype == block.dtype and equality.same_bits(own, block):
+            return own
+        return np.array(block)
 
     for i in copies.kept.keys() & copies.viewed & {*leaves}:
         copies.kept.replace(i, copied)

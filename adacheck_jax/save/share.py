@@ -45,7 +45,7 @@ def write(save: Save, directory: AnyPath, layout: ArrayLayout) -> None:
         save.durable_s = save.clock()
         save.before_commit()
     except Exception as error:
-        save.error = error
+        save.error = save.error or error
         if save.is_kept:
             with contextlib.suppress(AdaCheckError):  # told to who asks if it is kept
                 save.detach()
@@ -68,7 +68,7 @@ def _agreed(save: Save, directory: AnyPath, layout: ArrayLayout) -> Agreed:
     try:
         with attempt.turn, storage_named(save.directory):
             if attempt.is_over:
-                raise AdaCheckError(f"step {save.own.step}: given up, it is being saved again")
+                raise AdaCheckError(f"step {save.own.step}: given up, since its save has failed")
             with claims.writing(directory, process, attempt.token) as attempt.claim:
                 own = _write(save, directory, layout)
     except Exception as error:

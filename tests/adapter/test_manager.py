@@ -384,3 +384,26 @@ def test_a_run_that_does_not_go_on_from_the_newest_step_is_told_once(tmp_path, r
         manager.restore(4, args=adacheck.RestoreArgs(run.state))
         assert saves(manager, 5) == [False]
     assert [x.split(": ")[1] for x in told()] == ["step 0 is not saved", "step 5 is not saved"]
+
+
+def test_steps_of_other_items_are_told_from_deleted_ones(tmp_path, run):
+    """A loop that is told of a deletion restores the newest of those that are left."""
+    items: dict[str, Any] = {"data": ocp.JsonCheckpointHandler()}
+    state, recorder = run.state, run.recorder
+    beside = {"data": ocp.args.JsonSave({"n": 1})}
+    with adacheck.checkpoint_manager(tmp_path / "a", recorder, items=items, item="all") as manager:
+        manager.save(1, args=ocp.args.Composite(all=adacheck.SaveArgs(state), **beside))
+    with adacheck.checkpoint_manager(tmp_path / "b", recorder) as manager:
+        manager.save(1, args=adacheck.SaveArgs(state))
+    found = r"expected step 1 with an item '{}', found that it was saved with {}\. .*{}\."
+    with adacheck.checkpoint_manager(tmp_path / "a") as manager:
+        message = found.format("default", "'all' and 'data'", r"items={...}, item='all'\)")
+        for skips in (False, True):
+            with pytest.raises(ValueError, match=message):
+                manager.restore(1, args=adacheck.RestoreArgs(state, skip_damaged=skips))
+        with pytest.raises(ValueError, match=message):
+            manager.restore_newest(state)
+    with adacheck.checkpoint_manager(tmp_path / "b", items=items) as manager:
+        args = ocp.args.Composite(state=adacheck.RestoreArgs(state))
+        with pytest.raises(ValueError, match=found.format("state", "'default'", "without items")):
+            manager.restore(1, args=args)

@@ -7,7 +7,9 @@ import errno
 import itertools
 import random
 import threading
+import time
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import orbax.checkpoint as ocp
@@ -16,10 +18,11 @@ from orbax.checkpoint._src.path import async_path, deleter
 
 import adacheck_jax as adacheck
 from adacheck_jax.adapter.away import looking, outage
+from adacheck_jax.adapter.stock.base_checkpoint import StockCheckpoints
 from adacheck_jax.errors import StorageError
 from adacheck_jax.format.manifest import BaseManifest
 from adacheck_jax.plan import situation
-from adacheck_jax.save import pending
+from adacheck_jax.save import pending, share
 from adacheck_jax.save.line import backlog
 from adacheck_jax.store import claims
 from adacheck_jax.store.packs import writer
@@ -248,6 +251,43 @@ def test_a_base_is_written_again_too(point, first, tmp_path, monkeypatch):
     assert not any(isinstance(manifest_of(tmp_path, each), BaseManifest) for each in kept)
     assert isinstance(manifest_of(tmp_path, first), BaseManifest)
     assert isinstance(manifest_of(tmp_path, first + 6), BaseManifest)
+
+
+def test_nothing_of_a_save_that_failed_is_written_once_it_is_made_again(tmp_path, monkeypatch):
+    """Orbax gives up at the first error, while other parts of the save are being written."""
+    begin, inner, write = threading.Event(), share._write, StockCheckpoints.write
+    strays = list[Path]()
+
+    class Refused(ocp.Future):
+        def result(self, timeout: float | None = None) -> Any:
+            assert begin.wait(60)
+            raise OSError(errno.EIO, "Input/output error")
+
+    async def refusing(*args: Any) -> Any:
+        futures, entries = await write(*args)
+        return ([Refused()] if not begin.is_set() else []) + futures, entries
+
+    def slow(save: Any, directory: Any, layout: Any) -> Any:
+        if not begin.is_set():
+            begin.set()
+            for n in range(100):
+                time.sleep(0.01)
+                stray = Path(str(directory), f"stray-{n}")
+                stray.mkdir(parents=True)
+                strays.append(stray)
+        return inner(save, directory, layout)
+
+    monkeypatch.setattr(share, "_write", slow)
+    monkeypatch.setattr(StockCheckpoints, "write", refusing)
+    loop = Loop(tmp_path)
+    with loop.manager as manager:
+        loop.step()
+        loop.until_failed()
+        loop.step(2)
+        manager.wait_until_finished()
+        assert len(strays) == 100
+        assert not [*tmp_path.rglob("stray-*")]
+    assert loop.held().keys() == {1, 3}
 
 
 @pytest.mark.slow

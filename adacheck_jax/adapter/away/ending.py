@@ -101,6 +101,8 @@ class Ending:
         except BaseException as error:
             self._failure = _refused(error)
             self._tell(step, self._failure)
+            if (backlog := self._lines.backlog) is not None:
+                backlog.stop(step, self._failure)
             self._forget_errors()
         try:
             orbax._finalize(manager, step, steps_to_remove)

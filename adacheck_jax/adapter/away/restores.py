@@ -5,19 +5,22 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import functools
+import json
 import logging
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import jax
 import orbax.checkpoint as ocp
-from orbax.checkpoint.checkpoint_manager import DEFAULT_ITEM_NAME
+from etils import epath
+from orbax.checkpoint.checkpoint_manager import DEFAULT_ITEM_NAME, METRIC_ITEM_NAME
 
 from adacheck_jax.adapter import inputs
-from adacheck_jax.adapter.arguments import RestoreArgs, expect_args
+from adacheck_jax.adapter.arguments import HANDLER_NAME, RestoreArgs, expect_args
 from adacheck_jax.errors import AdaCheckError
 from adacheck_jax.store.steps import deletion, roots
 from adacheck_jax.store.steps.lineage import shown_steps
+from adacheck_jax.store.steps.marks import STEP_METADATA
 from adacheck_jax.store.storage.location import AnyPath, located
 
 _log = logging.getLogger(__name__)
@@ -78,17 +81,36 @@ def without_item(
 
     Raises:
         KeyError: ``error``, if the state's item is there.
+        ValueError: the step was saved with items of other names.
         StepDeletedError: no older step is asked for in its place (``skip_damaged``), or other items
             are asked for with it.
     """
     number = manager.latest_step() if step is None else step
     name = manager._step_name_format.build_name(number)
-    directory = manager.directory / name / (item or DEFAULT_ITEM_NAME)
+    wanted = item or DEFAULT_ITEM_NAME
+    directory = manager.directory / name / wanted
     if directory.exists():
         raise error
+    if (saved := _items_of(manager.directory / name)) and wanted not in saved:
+        own = next((each for each in saved if saved[each] == HANDLER_NAME), "...")
+        given = f"checkpoint_manager(..., items={{...}}, item={own!r})"
+        given = "checkpoint_manager(...) without items" if own == DEFAULT_ITEM_NAME else given
+        raise ValueError(
+            f"{manager.directory}: expected step {number} with an item {wanted!r}, found that it "
+            f"was saved with {' and '.join(map(repr, saved))}. Make the manager as it was then: "
+            f"{given}."
+        ) from error
     if isinstance(args, RestoreArgs) and args.skip_damaged:
         return manager.handler.restore(directory, args=args)
     raise deletion.error_of(located(str(directory))) from error
+
+
+def _items_of(step: epath.Path) -> Mapping[str, str]:
+    """The items that a step was saved with, and their handlers; none if it does not tell."""
+    with contextlib.suppress(OSError, ValueError, LookupError, TypeError, AttributeError):
+        told = json.loads((step / STEP_METADATA).read_text())["item_handlers"]
+        return {name: told[name] for name in sorted(told.keys() - {METRIC_ITEM_NAME})}
+    return {}
 
 
 def described(args: ocp.args.CheckpointArgs | None, item: str | None) -> Mapping[str, str]:

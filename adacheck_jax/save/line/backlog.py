@@ -116,6 +116,16 @@ class Backlog:
         save = self._line.save
         return save if save is not None and save.number == number else None
 
+    def stop(self, number: int, error: BaseException) -> None:
+        """Notes that a save has failed, and waits until nothing of it is written any more.
+
+        Orbax gives up on a save at the first error of a part of it. It empties the directory of one
+        that is made again, into which the other parts would write.
+        """
+        if (save := self._save_of(number)) is not None and isinstance(error, Exception):
+            save.error = save.error or error
+            save.attempt.stop()
+
     def fail(self, number: int, error: Exception) -> bool:
         """Notes that a save has failed, as its manager was told; True if all of it is kept.
 
