@@ -91,8 +91,8 @@ class Sampling:
     def begin(self, before: Baseline, arrays: Sequence[Any], step: int, sums: Sums) -> Check:
         """Takes what the check of a delta needs."""
         samples, last = before.kept
-        has_moved = before.structure.offloaded != self._structure.offloaded
-        after = samples.take(arrays, last.starts, is_before=False, on_host=has_moved)
+        has_moved = before.structure is not self._structure
+        after = samples.take(arrays, last.starts, is_before=False, has_moved=has_moved)
         return Check(
             functools.partial(self.baseline, arrays, step),
             functools.partial(samples.findings, last, after),
@@ -128,14 +128,15 @@ class _Samples:
         return self._pieces.before if is_before else self._pieces.after
 
     def take(
-        self, arrays: Sequence[Any], starts: Starts, *, is_before: bool, on_host: bool = False
+        self, arrays: Sequence[Any], starts: Starts, *, is_before: bool, has_moved: bool = False
     ) -> Sample:
-        """A sample; by way of the host if the arrays have moved to other memory (``on_host``).
+        """A sample; by way of the host until its programs are compiled.
 
-        The host takes it too until its programs are compiled.
+        So too where arrays that may have moved (``has_moved``) lie on other devices now, or in
+        other memory.
         """
-        taker = None if on_host else self._takers.get(is_before)
-        if taker is not None and taker.is_ready:
+        taker = self._takers.get(is_before)
+        if taker is not None and taker.is_ready and not (has_moved and not taker.fits(arrays)):
             return taker.take(arrays, starts)
         return from_host(arrays, self.sites, starts, self._roles(is_before))
 

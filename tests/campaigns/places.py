@@ -196,7 +196,7 @@ def _params(layers: int, dtype: Any) -> Any:
     return jax.tree.map(lambda x: x.astype(dtype), {**params, "scale": jnp.ones(())})
 
 
-class _Run:
+class Run:
     """A run in work: the state on one device, which trains it, and places of what is saved."""
 
     def __init__(self, plan: Plan, root: Path) -> None:
@@ -364,7 +364,7 @@ def run(plan: Plan, root: Path) -> Outcome:
     """Makes a run, and restores its steps."""
     copied_bytes = 0 if plan.options == "large" else exported_update._COPIED_BYTES
     with mock.patch.object(exported_update, "_COPIED_BYTES", copied_bytes):
-        it = _Run(plan, root)
+        it = Run(plan, root)
         number = 1
         for step in plan.steps:
             it.step(number, step)

@@ -4,6 +4,7 @@ import itertools
 
 import pytest
 
+from tests import support
 from tests.campaigns import places
 from tests.campaigns.places import Plan, Step
 
@@ -34,6 +35,23 @@ def test_a_change_of_place_costs_one_base(tmp_path, route, options):
     kinds = "BDD" if options == "large" else "BRR"
     wanted = ["BRR" if place != "numpy" else kinds for place in ROUTES[route]]
     assert outcome.kinds == "".join(wanted)
+
+
+@pytest.mark.parametrize("options", ["auto", "sample"])
+@pytest.mark.parametrize("is_small", [True, False])
+def test_some_leaves_on_other_devices_cost_no_step(tmp_path, is_small, options):
+    """The programs that take samples are compiled for the devices of the step before."""
+    moves = [("place", "one"), ("leaf", "")] if is_small else [("place", "one")]
+    moves += [("", ""), ("", ""), ("", ""), ("some leaves", "another"), ("", "")]
+    moves += [("some leaves", "four"), ("", ""), ("some leaves", "one"), ("", "")]
+    steps = tuple(Step(*each, False, False, True, "") for each in moves)
+    run = places.Run(Plan(options, "adamw", steps), tmp_path)
+    for number, step in enumerate(steps, 1):
+        run.step(number, step)
+        support.wait_for_compilers()
+    outcome = run.verify()
+    assert not outcome.problems
+    assert outcome.saved == len(steps)
 
 
 @pytest.mark.slow

@@ -120,6 +120,14 @@ class Taker:
         except BaseException as error:
             self._compiled.set_exception(error)
 
+    def fits(self, arrays: Sequence[Any]) -> bool:
+        """True if arrays lie as those that the programs are compiled for."""
+        return all(
+            getattr(arrays[i], "sharding", None) == leaf.spec.sharding
+            for leaves in self._on_mesh.values()
+            for i, leaf in leaves.items()
+        )
+
     def take(self, arrays: Sequence[Any], starts: Starts) -> Sample:
         """Start to take a sample; the arrays may be donated once it is dispatched."""
         samplers = self._compiled.result()
