@@ -407,3 +407,18 @@ def test_steps_of_other_items_are_told_from_deleted_ones(tmp_path, run):
         args = ocp.args.Composite(state=adacheck.RestoreArgs(state))
         with pytest.raises(ValueError, match=found.format("state", "'default'", "without items")):
             manager.restore(1, args=args)
+
+
+def test_a_run_that_asks_for_a_number_goes_on_with_deltas(tmp_path, run):
+    """The first state of a flax run, which a resumed one gives as the target, has step 0."""
+    with adacheck.checkpoint_manager(tmp_path, run.recorder, max_to_keep=None) as manager:
+        saved = save_steps(manager, run, 3)
+    target = abstract(run.state) | {"step": 0}
+    with adacheck.checkpoint_manager(tmp_path, run.recorder, max_to_keep=None) as manager:
+        newest, run.state = manager.restore_newest(target)
+        assert (newest, type(run.state["step"])) == (3, int)
+        saved |= save_steps(manager, run, 2)
+        assert kinds(manager) == "bdddd"
+        for step, expected in saved.items():
+            found = manager.restore(step, args=adacheck.RestoreArgs(abstract(run.state)))
+            assert_same_bits(found, expected)

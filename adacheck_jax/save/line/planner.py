@@ -14,6 +14,7 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 
 import jax
+import numpy as np
 
 from adacheck_jax.device import fingerprint, transfer
 from adacheck_jax.device.trees import PyTree
@@ -328,7 +329,18 @@ class Planner:
         return not self.quarantine.is_cautious and self._shadow.proves
 
     def snapshot_of_restored(self, restored: Lineage, state: PyTree) -> Snapshot | None:
-        """A restored state taken apart; None where the next save cannot be a replayed delta."""
+        """A restored state taken apart; None where the next save cannot be a replayed delta.
+
+        Numbers that were asked for as Python's, as in the first state of a run, are taken as they
+        were saved: the next state has them so again.
+        """
+        leaves, treedef = jax.tree.flatten(state)
+        if len(leaves) == len(restored.leaves):
+            pairs = zip(leaves, restored.leaves, strict=True)
+            state = treedef.unflatten(
+                np.asarray(x, saved.dtype) if isinstance(x, bool | int | float) else x
+                for x, saved in pairs
+            )
         try:
             snapshot = self.snapshots.take(state)
         except AdaCheckError as error:
