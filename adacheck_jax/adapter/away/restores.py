@@ -154,8 +154,8 @@ def in_holder(
     if is_missing and step is not None and known is not None and step not in known:
         raise FileNotFoundError(
             f"{root}: step {step} not found; there: {shown_steps(sorted(known))}. Restore one of "
-            "manager.all_steps(), or a recorded step that one of them holds: adacheck ls tells "
-            "which."
+            f"manager.all_steps(). Where a later one builds on step {step} (adacheck log tells), "
+            f"restore that with RestoreArgs(state, step={step})."
         ) from error
     if holder is None or holder == step:
         raise error
