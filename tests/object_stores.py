@@ -26,7 +26,7 @@ import aiohttp
 import fsspec
 from aiohttp import web
 
-from adacheck_jax.schemes import SCHEMES
+from adacheck_jax.schemes import SCHEMES, scheme_of
 
 BUCKET = "bucket"
 _CONTROL = "/proxy-control/"
@@ -340,6 +340,16 @@ def taken(bucket: str, delay_s: float) -> list[dict[str, Any]]:
     endpoint = os.environ[SCHEMES[bucket.partition(":")[0]].endpoint]
     with urllib.request.urlopen(f"{endpoint}{_CONTROL}{delay_s}") as answer:
         return json.loads(answer.read())
+
+
+def stock_options(root: str) -> dict[str, Any]:
+    """Options by which Orbax writes steps in place where nothing can be renamed."""
+    import orbax.checkpoint as ocp  # which the proxy does not need
+
+    if (scheme := scheme_of(root)) is None or scheme.orbax_knows:
+        return {}
+    mode = ocp.options.AtomicityMode.COMMIT_FILE
+    return {"atomicity_options": ocp.options.AtomicityOptions(mode=mode)}
 
 
 def forget_listings() -> None:

@@ -14,11 +14,12 @@ from typer.testing import CliRunner
 import adacheck_jax as adacheck
 from adacheck_jax.cli.main import app
 from adacheck_jax.errors import LineageError, StorageError
-from adacheck_jax.schemes import SCHEMES, scheme_of
+from adacheck_jax.schemes import SCHEMES
 from adacheck_jax.store.steps import manifest_file, marks, roots
 from adacheck_jax.store.storage.location import at, located
 from adacheck_jax.tools import audit
 from adacheck_jax.tools import repair as of_repair
+from tests import object_stores
 from tests.support import (
     abstract,
     assert_same_bits,
@@ -55,10 +56,7 @@ def manager_of(root, run, keep=None, **options):
 
 
 def stock_manager(root, handler, **options):
-    if not scheme_of(root).orbax_knows:
-        mode = ocp.options.AtomicityMode.COMMIT_FILE
-        options["atomicity_options"] = ocp.options.AtomicityOptions(mode=mode)
-    options = ocp.CheckpointManagerOptions(**options)
+    options = ocp.CheckpointManagerOptions(**options, **object_stores.stock_options(root))
     return ocp.CheckpointManager(epath.Path(root), item_handlers=handler, options=options)
 
 

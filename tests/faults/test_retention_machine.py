@@ -576,7 +576,8 @@ class RetentionInStore(RetentionOfReferences):
         self.root, self.outside = (epath.Path(str(each)) for each in (self.place, self.away))
 
     def start(self) -> None:
-        self.options = {}  # nothing is renamed to be deleted, or deleted in the background
+        # Nothing is renamed to be deleted, or deleted in the background.
+        self.options = object_stores.stock_options(self.url)
         super().start()
 
     def item(self, step: int) -> Location:
