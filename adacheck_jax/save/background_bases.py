@@ -79,10 +79,6 @@ class _Pending:
             ),
         )
 
-    def fail(self, error: BaseException) -> None:
-        """Tells the other processes, which may wait, that there will be no base."""
-        self.exchange.fail(error)
-
 
 @dataclass(frozen=True, slots=True)
 class _Written:
@@ -154,12 +150,13 @@ class BackgroundBases:
             if pending.save.error is not None or (is_lost and pending.exchange.is_alone):
                 self._fail("its step was not saved, or the copy of its state is lost")
                 return
-            lineage = None if pending.team.process else pending.save.lineage()
+            is_first = not pending.exchange.index
+            lineage = pending.save.lineage() if is_first else None
             if lineage is not None and not lineage.exists():
                 lineage = None
                 with contextlib.suppress(AdaCheckError):  # deleted; else linked otherwise by now
                     lineage = lookup.resolve(pending.save.directory)
-            if lineage is not None or pending.team.process:
+            if lineage is not None or not is_first:
                 pending.written = self._thread.submit(self._write, pending, lineage)
         elif pending.placed.done() or (pending.written.done() and pending.written.exception()):
             try:
@@ -212,7 +209,7 @@ class BackgroundBases:
         pending = self._pending
         if pending is None or pending.written is None:
             return
-        if pending.team.process:
+        if pending.exchange.index:
             self._drop()  # who has written its part is not waited for
         else:
             pending.written.exception()
@@ -233,8 +230,8 @@ class BackgroundBases:
             pending.is_dropped = True
         if pending.written is not None:
             pending.written.add_done_callback(_removed)
-        elif not pending.team.process:
-            pending.fail(AdaCheckError("the base is not wanted any more"))
+        elif not pending.exchange.index:
+            pending.exchange.fail(AdaCheckError("the base is not wanted any more"))
 
     def _write(self, pending: _Pending, lineage: Lineage | None) -> _Written | None:
         """Writes this process's part of the base; process 0 makes the base of the parts of all."""
@@ -249,7 +246,7 @@ class BackgroundBases:
             prepared = in_place.prepared(lineage, blocks, team, sums)
             base = exit.enter_context(prepared)
         except Exception as error:
-            pending.fail(error)
+            pending.exchange.fail(error)  # who waits for this part is told
             raise
         self._past.forget()  # all are past it
         self._past = pending.exchange
