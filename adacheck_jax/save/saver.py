@@ -18,7 +18,6 @@ import logging
 import threading
 import time
 from collections.abc import Mapping, Sequence
-from typing import Any
 
 import jax
 
@@ -122,7 +121,6 @@ class Saver:
         step: int | None,
         *,
         cast: frozenset[str] = frozenset(),
-        custom_metadata: Any = None,
         exchange: Exchange = ALONE,
         consent: Consent | None = None,
     ) -> Save:
@@ -148,7 +146,6 @@ class Saver:
                 *(exchange, consent),
                 replayable=not cast or cast.isdisjoint(bound_paths(bindings)),
             )
-            save.custom_metadata = custom_metadata
             if save.is_base and (
                 chosen := self._schedule.begin_lineage(sizes_of(snapshot.structure))
             ):

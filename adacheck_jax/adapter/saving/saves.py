@@ -73,16 +73,6 @@ class Begun:
     entries: Mapping[str, ArrayEntry] = dataclasses.field(default_factory=dict)
     names: Mapping[str, Name] = dataclasses.field(default_factory=dict)
 
-    @property
-    def final(self) -> AnyPath:
-        """Directory of the item once it is committed."""
-        return self.save.directory
-
-    @property
-    def exchange(self) -> Exchange:
-        """Exchange with the other processes."""
-        return self.save.attempt.exchange
-
 
 class Saves:
     """Saves of the steps of one training run.
@@ -121,8 +111,8 @@ class Saves:
         self._lines.process.enter()
         if not isinstance(begun := args.state, Begun):
             return self._taken(directory, place, args)
-        if (final := roots.committed_path(directory)) != begun.final:
-            raise AdaCheckError(f"{final}: expected {begun.final}. The step is not saved.")
+        if (final := roots.committed_path(directory)) != begun.save.directory:
+            raise AdaCheckError(f"{final}: expected {begun.save.directory}. The step is not saved.")
         directories.check_writable(directory)
         return begun
 
@@ -187,10 +177,10 @@ class Saves:
             save = saver.begin(
                 *(final, found.step, state, step),
                 cast=cast,
-                custom_metadata=custom_metadata,
                 exchange=exchange,
                 consent=consent,
             )
+        save.custom_metadata = custom_metadata
         stored = SaveArgs(
             state,
             save_args=save_args,
@@ -232,7 +222,10 @@ class Saves:
             AdaCheckError: another process could not, or some save a base and others a delta.
         """
         if not begun.together.is_alone:
-            own, judge = {"is_base": begun.save.is_base}, functools.partial(_alike, begun.final)
+            own, judge = (
+                {"is_base": begun.save.is_base},
+                functools.partial(_alike, begun.save.directory),
+            )
             try:
                 begun.together.agree(topic, own, judge)
             except Exception as error:
@@ -252,7 +245,7 @@ class Saves:
         save = begun.save
         if save.keeps:
             self._described = dataclasses.replace(stored, state=described(stored.state))
-        with begun.exchange.telling("begin to save"):
+        with begun.save.attempt.exchange.telling("begin to save"):
             futures, begun.entries = await self._stock.write(
                 epath.Path(str(directory)), stored.state, stored.save_args, stored.custom_metadata
             )
@@ -268,7 +261,7 @@ class Saves:
     @jax_settings.own()
     def commit(self, directory: AnyPath, begun: Begun) -> None:
         """Commit a save, in one process, once every process has written its share."""
-        with storage_named(begun.final), commit.committing(begun.save, directory):
+        with storage_named(begun.save.directory), commit.committing(begun.save, directory):
             digests: Mapping[str, str] = {}
             if begun.save.is_base:
                 chunks = {path: each.chunk_shape for path, each in begun.names.items()}
