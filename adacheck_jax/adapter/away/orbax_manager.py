@@ -85,7 +85,7 @@ class AdaCheckManager(Closing, ocp.CheckpointManager):
             arguments["options"] = options = dataclasses.replace(options, create=False)
         self._opener, self._is_closed = Opener(self), False
         self.calling = threading.RLock()
-        self._ending = Ending(self, run.lines, together, keeps_refused=goes_on)
+        self._ending = Ending(self, run.lines, together)
         parts = run, together, self._opener, self._ending
         self._sink = StorageSink(self, *parts) if goes_on else None
         self._newest_known, self._has_warned = -1, False  # restored here last, or saved since

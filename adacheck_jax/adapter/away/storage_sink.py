@@ -184,9 +184,9 @@ class StorageSink:
 
     def _write(self, answer: Report) -> None:
         """Writes again what was refused, or else what is recorded up to a step, as that step."""
-        number, backlog, manager = answer["number"], self._run.lines.backlog, self._manager
-        if answer["is_there"] and backlog is not None:  # an error came after all was done
-            backlog.end(number)
+        number, manager = answer["number"], self._manager
+        if answer["is_there"]:  # an error came after all was done
+            self._run.lines.backlog.end(number)
             manager.reload()
         elif answer["is_there"] is not None:
 

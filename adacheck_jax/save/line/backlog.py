@@ -52,8 +52,8 @@ class Lag:
     deferred: Sequence[int]
     portion: int
     plan: SavePlan | None
-    is_computing: bool = False
-    saved: Sequence[SavePlan] = ()
+    is_computing: bool
+    saved: Sequence[SavePlan]
 
     def next_number(self, *, in_portions: bool) -> int | None:
         """The manager's number of the save that is written next; None if there is nothing."""
@@ -212,6 +212,11 @@ class Backlog:
             if save.is_kept:
                 tell_given_up([each.step for each in save.steps], "another step is saved")
             save.release()
+
+
+def empty() -> Backlog:
+    """The backlog of a line without steps."""
+    return Backlog(Line(None), threading.Lock())
 
 
 def repeated(save: Save, attempt: Attempt) -> Save:
