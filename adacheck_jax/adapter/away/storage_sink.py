@@ -30,8 +30,8 @@ from adacheck_jax.adapter.away.acknowledged import AcknowledgedSteps
 from adacheck_jax.adapter.away.deciding import Action, SaveState, StorageFacts, decide
 from adacheck_jax.adapter.away.ending import Ending
 from adacheck_jax.adapter.away.in_flight import SaveInFlight
-from adacheck_jax.adapter.away.looking import Look
 from adacheck_jax.adapter.away.opening import Opener, beginning
+from adacheck_jax.adapter.away.outage import Look
 from adacheck_jax.adapter.training_run import TrainingRun
 from adacheck_jax.errors import DifferingCallsError, StorageError
 from adacheck_jax.processes.lockstep import Lockstep
