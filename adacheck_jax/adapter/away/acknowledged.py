@@ -103,8 +103,7 @@ class AcknowledgedSteps:
             return
         if is_kept:
             error = StorageError(f"{error} Another process cannot write it again.")
-        lost = [*backlog.carried(step), *self.lag.deferred]
-        backlog.give_up(f"step {step}, which they follow, is not saved")
+        lost = backlog.give_up(step, f"step {step}, which they follow, is not saved")
         if not lost:
             error.add_note(f"Step {step} is not saved.")
             raise error

@@ -137,23 +137,24 @@ class AdaCheckManager(Closing, ocp.CheckpointManager):
                 )
 
         try:
-            if (sink := self._sink) is not None:
-                if not (force or self._is_due(step)):
+            if (sink := self._sink) is None:
+                is_called = jax.process_count() > 1 and (force or self.should_save(step))
+                if is_called:
+                    self._together.begin()
+                    self._together.decided(dict, f"save({step})", check)
+                else:
                     check()
-                    return self._note_result(step, is_saved=False)
+                is_saved = save(force=is_called or force)
+            elif force or self._is_due(step):
                 given: Any = args
                 state = given if item is None else given.get(item)
                 is_alone = item is None or [*given] == [item]
                 is_ours = is_alone and all(each is None for each in beside)
                 is_saved = sink.save(step, state, save, check, item, is_ours=is_ours)
-                return self._note_result(step, is_saved=is_saved)
-            is_called = jax.process_count() > 1 and (force or self.should_save(step))
-            if is_called:
-                self._together.begin()
-                self._together.decided(dict, f"save({step})", check)
             else:
                 check()
-            return self._note_result(step, is_saved=save(force=is_called or force))
+                is_saved = False
+            return self._note_result(step, is_saved=is_saved)
         finally:
             saves.left.set()
 
@@ -212,11 +213,8 @@ class AdaCheckManager(Closing, ocp.CheckpointManager):
                 return found
         if (newest := self.latest_step()) is None:
             return None
-        args: Any = RestoreArgs(abstract_state)
-        if self._item is None:
-            return newest, self.restore(newest, args=args)
-        args = ocp.args.Composite(**{self._item: args})
-        return newest, self.restore(newest, args=args)[self._item]
+        found = self.restore(newest, args=in_item(RestoreArgs(abstract_state), self._item))
+        return newest, found if self._item is None else found[self._item]
 
     @one_at_a_time
     def restore(

@@ -13,6 +13,7 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
+import jax
 import orbax.checkpoint as ocp
 from etils import epath
 
@@ -34,6 +35,7 @@ from adacheck_jax.save import commit
 from adacheck_jax.save.attempt import BEGUN
 from adacheck_jax.save.one_save import Save
 from adacheck_jax.save.saver import Saver
+from adacheck_jax.store import claims
 from adacheck_jax.store.base_writer import ArrayLayout, Name
 from adacheck_jax.store.steps import roots
 from adacheck_jax.store.steps.roots import Line, Place
@@ -261,14 +263,15 @@ class Saves:
     @jax_settings.own()
     def commit(self, directory: AnyPath, begun: Begun) -> None:
         """Commit a save, in one process, once every process has written its share."""
-        with storage_named(begun.save.directory), commit.committing(begun.save, directory):
+        save, claim = begun.save, (jax.process_index(), begun.save.attempt.token)
+        with storage_named(save.directory), claims.committing(directory, *claim):
             digests: Mapping[str, str] = {}
-            if begun.save.is_base:
+            if save.is_base:
                 chunks = {path: each.chunk_shape for path, each in begun.names.items()}
                 digests = self._stock.finalize(epath.Path(str(directory)), begun.entries, chunks)
-            commit.commit(begun.save, directory, digests)
+            commit.commit(save, directory, digests)
         if not self._lines.has_bases_alone(begun.line):
-            self.last = report_of(begun.save, directory, begun.begin_s, begun.returned_s)
+            self.last = report_of(save, directory, begun.begin_s, begun.returned_s)
             self._announcer.tell_saved(self.last)
 
     @jax_settings.own()
