@@ -57,7 +57,8 @@ class _Pending:
             they are not known.
         written: gives the base beside it, and None in other processes than 0; None itself before
             its save is committed.
-        placed: gives seconds that the base took, and its number among the deltas of its line.
+        placed: gives seconds that the base took, and its number among the deltas of its line. It
+            runs while the base is put into its place, and is cancelled if none is wanted any more.
     """
 
     save: Save
@@ -66,17 +67,13 @@ class _Pending:
     exchange: Exchange
     written: Future[_Written | None] | None = None
     placed: Future[tuple[float, int]] = field(default_factory=Future)
-    is_dropped: bool = False
-    is_placing: bool = False
 
     @property
     def team(self) -> Team:
         """The processes that write it."""
         return Team(
             self.exchange.index,
-            lambda topic, own, judge: self.exchange.agree(
-                topic, own, judge, lambda: self.is_dropped
-            ),
+            lambda topic, own, judge: self.exchange.agree(topic, own, judge, self.placed.cancelled),
         )
 
 
@@ -185,11 +182,13 @@ class BackgroundBases:
         """Puts the base that is written, if one is, into its place; while no step is deleted."""
         with self._lock:
             pending = self._pending
-            if pending is None or pending.is_placing or (written := pending.written) is None:
+            if pending is None or pending.placed.running() or pending.placed.done():
                 return
-            if not written.done() or written.exception() or (ready := written.result()) is None:
+            if (written := pending.written) is None or not written.done() or written.exception():
                 return
-            pending.is_placing = True
+            if (ready := written.result()) is None:
+                return
+            pending.placed.set_running_or_notify_cancel()
         try:
             pending.placed.set_result(_put(ready))
         except Exception as error:
@@ -225,9 +224,8 @@ class BackgroundBases:
         """Lets go of the base that is in work, unless it is about to be in its place."""
         with self._lock:
             pending, self._pending = self._pending, None
-            if pending is None or pending.is_placing:
+            if pending is None or not pending.placed.cancel():
                 return
-            pending.is_dropped = True
         if pending.written is not None:
             pending.written.add_done_callback(_removed)
         elif not pending.exchange.index:

@@ -28,7 +28,6 @@ from adacheck_jax.device import jax_settings
 from adacheck_jax.device.trees import PyTree
 from adacheck_jax.errors import AdaCheckError, storage_named
 from adacheck_jax.processes import run
-from adacheck_jax.processes.consent import Consent
 from adacheck_jax.processes.meetings import ALONE, Exchange
 from adacheck_jax.processes.messages import Report
 from adacheck_jax.save import commit
@@ -145,51 +144,31 @@ class Saves:
                 if not exchange.is_alone:
                     lines.meet()  # before anything that may fail in one of them alone
                 directories.check_writable(directory)
-                if is_again:
-                    found, stored = place(), self._described or SaveArgs()
+                stored, cast = self._described or SaveArgs(), frozenset[str]()
+                if not is_again:
+                    stored, cast = _checked(args)
+                found = place()
+                inputs.step_number(found.step, "give the manager steps from 0 on")
+                if lines.are_none:
+                    _log.info(
+                        "%s: the first save of a process compiles and exports programs.", final
+                    )
+                with storage_named(final):
                     saver = lines.saver_of(found)
-                    with storage_named(final):
+                    if is_again:
                         save = saver.begin_kept(final, found.step, exchange)
-                else:
-                    found, saver, save, stored = self._begin(final, place, args, exchange, consent)
+                    else:
+                        save = saver.begin(
+                            *(final, found.step, stored.state, stored.step),
+                            cast=cast,
+                            exchange=exchange,
+                            consent=consent,
+                        )
+                        save.custom_metadata = stored.custom_metadata
                 return Begun(found.line, saver, save, stored, begin_s, together, is_again)
         except BaseException:
             lines.note_gap(is_lost=not (exchange.is_alone or is_again))
             raise
-
-    def _begin(
-        self,
-        final: AnyPath,
-        place: Callable[[], Place],
-        args: SaveArgs,
-        exchange: Exchange,
-        consent: Consent | None,
-    ) -> tuple[Place, Saver, Save, SaveArgs]:
-        state = inputs.checked_state(args.state, args.save_args)
-        step = inputs.step_number(args.step)
-        file_bytes = inputs.file_bytes(args.ocdbt_target_data_file_size)
-        state, save_args, cast = inputs.apply_casts(state, args.save_args)
-        found = place()
-        inputs.step_number(found.step, "give the manager steps from 0 on")
-        custom_metadata = inputs.json_copy(args.custom_metadata)
-        if self._lines.are_none:
-            _log.info("%s: the first save of a process compiles and exports programs.", final)
-        with storage_named(final):
-            saver = self._lines.saver_of(found)
-            save = saver.begin(
-                *(final, found.step, state, step),
-                cast=cast,
-                exchange=exchange,
-                consent=consent,
-            )
-        save.custom_metadata = custom_metadata
-        stored = SaveArgs(
-            state,
-            save_args=save_args,
-            custom_metadata=custom_metadata,
-            ocdbt_target_data_file_size=file_bytes,
-        )
-        return found, saver, save, stored
 
     async def write(self, directory: AnyPath, begun: Begun) -> list[ocp.Future]:
         """Start to write this process's share of what :meth:`begin` returned.
@@ -297,6 +276,20 @@ class Saves:
             is_kept = saver.defer(state, step, away_bytes=away_bytes, consent=consent)
             count(is_kept)
         return is_kept
+
+
+def _checked(args: SaveArgs) -> tuple[SaveArgs, frozenset[str]]:
+    """Arguments of a save with its casts applied, once all are checked; and the leaves cast."""
+    state = inputs.checked_state(args.state, args.save_args)
+    state, save_args, cast = inputs.apply_casts(state, args.save_args)
+    stored = SaveArgs(
+        state,
+        inputs.step_number(args.step),
+        save_args=save_args,
+        custom_metadata=inputs.json_copy(args.custom_metadata),
+        ocdbt_target_data_file_size=inputs.file_bytes(args.ocdbt_target_data_file_size),
+    )
+    return stored, cast
 
 
 def _alike(where: AnyPath, reports: Sequence[Report]) -> Report:
