@@ -33,13 +33,12 @@ from adacheck_jax.plan.situation import BackgroundFacts, sizes_of
 from adacheck_jax.processes.consent import Consent
 from adacheck_jax.processes.meetings import ALONE, Exchange
 from adacheck_jax.proof import second_copy
-from adacheck_jax.save.attempt import Attempt
 from adacheck_jax.save.background_bases import BackgroundBases
 from adacheck_jax.save.line.backlog import Backlog, repeated
 from adacheck_jax.save.line.notices import Notices, tell_given_up
 from adacheck_jax.save.line.parents import Parent
 from adacheck_jax.save.line.planner import Planner, Proposal, is_computed, name_of, sums_of
-from adacheck_jax.save.one_save import Save
+from adacheck_jax.save.one_save import Attempt, Save
 from adacheck_jax.save.pending import KnownStep, Pending
 from adacheck_jax.save.resuming import Resumer
 from adacheck_jax.save.staging import Stager

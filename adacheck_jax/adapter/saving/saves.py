@@ -31,7 +31,6 @@ from adacheck_jax.processes import run
 from adacheck_jax.processes.meetings import ALONE, Exchange
 from adacheck_jax.processes.messages import Report
 from adacheck_jax.save import commit
-from adacheck_jax.save.attempt import BEGUN
 from adacheck_jax.save.one_save import Save
 from adacheck_jax.save.saver import Saver
 from adacheck_jax.store import claims
@@ -42,6 +41,8 @@ from adacheck_jax.store.storage.location import AnyPath
 
 _log = logging.getLogger(__name__)
 
+_BEGUN = "begun"
+"""Topic of the exchange about the saves that all processes have begun."""
 _PREPARED = "prepared"
 """Topic of the exchange about the saves of which all processes have taken the state."""
 
@@ -186,7 +187,7 @@ class Saves:
         except Exception as error:
             self._refuse(begun, error)
             raise
-        self._meet(begun, BEGUN)
+        self._meet(begun, _BEGUN)
         layout = ArrayLayout(begun.names, stored.ocdbt_target_data_file_size)
         futures.append(ShareFuture(save, directory, layout, self.left))
         if not begun.returned_s:

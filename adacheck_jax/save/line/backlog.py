@@ -22,10 +22,9 @@ from adacheck_jax.plan import situation
 from adacheck_jax.plan.save_plan import SavePlan
 from adacheck_jax.plan.situation import BackgroundFacts
 from adacheck_jax.processes.messages import Report
-from adacheck_jax.save.attempt import Attempt
 from adacheck_jax.save.line.notices import tell_given_up
 from adacheck_jax.save.line.parents import Line
-from adacheck_jax.save.one_save import Committed, Save
+from adacheck_jax.save.one_save import Attempt, Committed, Save
 from adacheck_jax.store.steps import marks
 from adacheck_jax.store.storage.location import at
 
