@@ -281,7 +281,7 @@ class Saves:
 
 def _checked(args: SaveArgs) -> tuple[SaveArgs, frozenset[str]]:
     """Arguments of a save with its casts applied, once all are checked; and the leaves cast."""
-    state = inputs.checked_state(args.state, args.save_args)
+    state = inputs.checked_state(args.state)
     state, save_args, cast = inputs.apply_casts(state, args.save_args)
     stored = SaveArgs(
         state,
