@@ -510,7 +510,7 @@ def compact(root: Any, step: int, item: str = "default") -> BaseManifest:
 def finish_in_background(handler):
     """Waits until nothing prepares the save that follows a restored step."""
     for saver in handler.run.lines._savers.values():
-        saver._stager.finish()
+        saver.finish()
     for thread in threading.enumerate():
         if thread.name == "adacheck_compile":
             thread.join()

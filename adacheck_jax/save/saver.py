@@ -413,7 +413,7 @@ class Saver:
 
     def finish(self) -> None:
         """Waits until nothing of deferred steps is in the caller's arrays any more."""
-        self._stager.finish()
+        self._stager.worker.submit(lambda: None).result()  # behind all that it was given
 
     def close(self) -> None:
         """Tells of deferred steps that are not saved; another manager may still save them."""

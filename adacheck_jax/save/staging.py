@@ -70,10 +70,6 @@ class Stager:
         """Notes the base that following deltas build on."""
         self.last_base, self._encodings = base, DeltaEncodings()
 
-    def finish(self) -> None:
-        """Waits until the worker has done all that it was given."""
-        self.worker.submit(lambda: None).result()
-
     def export(self, structure: Structure) -> Future[ExportedUpdate]:
         """Has the worker export the updates of a structure, under the caller's settings."""
         arithmetic = Arithmetic.current()
