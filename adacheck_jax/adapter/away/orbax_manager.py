@@ -28,6 +28,7 @@ from adacheck_jax.adapter.away.storage_sink import StorageSink
 from adacheck_jax.adapter.handler import AdaCheckHandler
 from adacheck_jax.adapter.inputs import expected_step
 from adacheck_jax.adapter.reports import expect_outside_callback
+from adacheck_jax.device.loops import xla_call
 from adacheck_jax.device.trees import PyTree
 from adacheck_jax.errors import AdaCheckError, Closing, noted_by
 from adacheck_jax.processes.lockstep import Lockstep
@@ -74,8 +75,8 @@ class AdaCheckManager(Closing, ocp.CheckpointManager):
         self._item = next((name for name, each in named if each is handler), None)
         is_alone = jax.process_count() == 1
         may_go_on = handlers is handler or "handler_registry" in arguments
-        goes_on = may_go_on and (is_alone or options.enable_async_checkpointing)
-        run.lines.keeps_refused = goes_on
+        keeps = may_go_on and (is_alone or options.enable_async_checkpointing)
+        run.lines.keeps_refused = keeps
         self._together = together = Lockstep(root)
         run.lines.calls = together.calls
         names = sorted(name for name, _ in named)
@@ -87,14 +88,16 @@ class AdaCheckManager(Closing, ocp.CheckpointManager):
         self.calling = threading.RLock()
         self._ending = Ending(self, run.lines, together)
         parts = run, together, self._opener, self._ending
-        self._sink = StorageSink(self, *parts) if goes_on else None
+        self._sink = StorageSink(self, *parts) if keeps else None
         self._newest_known, self._has_warned = -1, False  # restored here last, or saved since
-        if goes_on and not is_alone:
+        if keeps and not is_alone:
             arguments["options"] = self._ending.met(options)
         with directories.answering(root):
             super().__init__(root, **arguments)
         _open_managers.add(self)
-        if run.has_recorder and (newest := self.latest_step()) is not None:
+        if (newest := self.latest_step()) is None and not options.read_only:
+            xla_call.begin()  # a restore that comes first it would hold up
+        elif newest is not None and run.has_recorder:
             self.reached_preemption(newest)  # or JAX would end a resumed run at step 1
 
     @one_at_a_time
