@@ -509,8 +509,8 @@ def compact(root: Any, step: int, item: str = "default") -> BaseManifest:
 
 def finish_in_background(handler):
     """Waits until nothing prepares the save that follows a restored step."""
-    for saver in handler._run.lines._savers.values():
-        saver._stager.finish()
+    for saver in handler.run.lines._savers.values():
+        saver.finish()
     for thread in threading.enumerate():
         if thread.name == "adacheck_compile":
             thread.join()

@@ -239,8 +239,8 @@ def expect_args(args: Any, wanted: type[SaveArgs] | type[RestoreArgs], item: str
         raise ValueError(f"expected args={example}, found {name}. Nothing was {done}.")
 
 
-def in_item(args: SaveArgs, item: str | None) -> Any:
-    """Arguments of a save of the state alone; None for an item without a name."""
+def in_item(args: SaveArgs | RestoreArgs, item: str | None) -> Any:
+    """Arguments of a save or restore of the state alone; None for an item without a name."""
     return args if item is None else ocp.args.Composite(**{item: args})
 
 

@@ -112,6 +112,7 @@ class AdaCheckHandler(ocp.AsyncCheckpointHandler):
             after that, and waits for the callback: let it be short. An error in it is logged.
 
     Attributes:
+        run: steps that the run has saved and restored, shared with the handler for Orbax v1.
         restored: what the last restore gave; None before it.
         last_save: report of the last save that this process committed; None before it.
 
@@ -145,25 +146,20 @@ class AdaCheckHandler(ocp.AsyncCheckpointHandler):
             *(max_deltas, params_path, keep_lineage, delta),
             *(compression, check_replicas, shadow, ephemeral),
         )
-        self._run = TrainingRun(recorder, options, on_save=on_save)
+        self.run = TrainingRun(recorder, options, on_save=on_save)
         self._lock = threading.Lock()  # a manager's saves and restores may be on several threads
         self._begun: dict[AnyPath, Begun] = {}
         self._marked = set[Line]()  # lines whose steps Orbax marks; a look costs a request
 
     @property
-    def run(self) -> TrainingRun:
-        """Steps that the run has saved and restored, shared with the handler for Orbax v1."""
-        return self._run
-
-    @property
     def restored(self) -> RestoreInfo | None:
         """Report of the last restore; None before it."""
-        return self._run.restored
+        return self.run.restored
 
     @property
     def last_save(self) -> SaveReport | None:
         """Report of the last save that was committed; None before it, and in other processes."""
-        return self._run.saves.last
+        return self.run.saves.last
 
     async def async_save(self, directory: epath.Path, args: SaveArgs) -> list[ocp.Future]:
         """Start a save: decide between base and delta, stage the state, and begin to write.
@@ -184,19 +180,17 @@ class AdaCheckHandler(ocp.AsyncCheckpointHandler):
             ValueError: ``args.step``, or the number in the directory's name, is not a step number.
         """
         with directories.made_even_if_refused(directory):
-            return await self._run.saves.write(
-                located(str(directory)), self._begin(directory, args)
-            )
+            return await self.run.saves.write(located(str(directory)), self._begin(directory, args))
 
     def _begin(self, directory: epath.Path, args: SaveArgs) -> Begun:
         path = located(str(directory))
-        begun = self._run.saves.begin(path, lambda: directories.place_while_saved(path), args)
+        begun = self.run.saves.begin(path, lambda: directories.place_while_saved(path), args)
         with self._lock:
             # Several saves may be under way: items of one step, or several managers. A save that
             # this process never commits (it failed, or another process commits) is dropped when
             # its line goes on.
             self._begun = {p: each for p, each in self._begun.items() if each.line != begun.line}
-            self._begun[begun.final] = begun
+            self._begun[begun.save.directory] = begun
         return begun
 
     def record_step(self, state: PyTree, step: int | None = None) -> bool:
@@ -231,7 +225,7 @@ class AdaCheckHandler(ocp.AsyncCheckpointHandler):
                 other update counters, or the handler saves several lines of steps.
             AdaCheckError: steps recorded before are lost; told once, and recording goes on.
         """
-        return self._run.saves.record_step(state, step)
+        return self.run.saves.record_step(state, step)
 
     def recover(
         self, root: AnyPath | str, abstract_state: PyTree, *, item: str | None = None
@@ -270,12 +264,12 @@ class AdaCheckHandler(ocp.AsyncCheckpointHandler):
                 and none is named.
             RecorderError: the recorder cannot be tied to the state.
         """
-        return self._run.recover(root, abstract_state, item)
+        return self.run.recover(root, abstract_state, item)
 
     def save(self, directory: epath.Path, args: SaveArgs) -> None:
         """Save synchronously, also inside a running event loop; see :meth:`async_save`."""
         with directories.made_even_if_refused(directory), ThreadPoolExecutor(1) as thread:
-            writing = self._run.saves.write(located(str(directory)), self._begin(directory, args))
+            writing = self.run.saves.write(located(str(directory)), self._begin(directory, args))
             futures = thread.submit(asyncio.run, writing).result()
         for future in futures:
             future.result()
@@ -297,9 +291,9 @@ class AdaCheckHandler(ocp.AsyncCheckpointHandler):
                 f"{directory}: expected to commit a save that this handler began, found none. "
                 "Call finalize once, on the handler that saved; nothing was committed."
             )
-        self._run.saves.commit(path, begun)
+        self.run.saves.commit(path, begun)
         if roots.is_written_in_place(path) and begun.line not in self._marked:
-            with storage_named(begun.final):
+            with storage_named(begun.save.directory):
                 if not marks.finalize(path):
                     self._marked.add(begun.line)
 
@@ -324,7 +318,7 @@ class AdaCheckHandler(ocp.AsyncCheckpointHandler):
             IntegrityError: stored bits are damaged, or restored bits differ from the saved ones.
             FormatError: a file is missing or cannot be read.
         """
-        return self._run.restore(located(str(directory)), args or RestoreArgs())
+        return self.run.restore(located(str(directory)), args or RestoreArgs())
 
     def metadata(self, directory: epath.Path) -> Any:
         """Orbax's tree metadata of a base or delta step, or of one that stock Orbax saved.
@@ -338,9 +332,9 @@ class AdaCheckHandler(ocp.AsyncCheckpointHandler):
         path = located(str(directory))
         with deletion.detected(path):
             if roots.is_stock(path):
-                return self._run.stock.metadata(path)
+                return self.run.stock.metadata(path)
             lineage = described_lineage(path)
-            metadata = self._run.stock.metadata(lineage.base_directory)
+            metadata = self.run.stock.metadata(lineage.base_directory)
         if isinstance(lineage.manifest, BaseManifest):
             return metadata
         return type(metadata).build(metadata.tree, custom_metadata=lineage.manifest.custom_metadata)
@@ -350,7 +344,7 @@ class AdaCheckHandler(ocp.AsyncCheckpointHandler):
 
         A shadow's file is let go of, and stays.
         """
-        self._run.close()
+        self.run.close()
 
 
 ocp.args.register_with_handler(AdaCheckHandler, for_save=True)(SaveArgs)

@@ -104,7 +104,7 @@ def expect_same(states: Sequence[Mapping[str, str]], where: str) -> None:
         )
 
 
-def checked_state(state: PyTree, save_args: PyTree | None = None) -> PyTree:
+def checked_state(state: PyTree) -> PyTree:
     """Refuse a state that no base can hold: leaves that ``StandardSave`` refuses or loses.
 
     Returns:
@@ -123,12 +123,9 @@ def checked_state(state: PyTree, save_args: PyTree | None = None) -> PyTree:
         )
     is_named = not (isinstance(state, Mapping) and "" in state)
     kinds = {(type(leaf), getattr(leaf, "dtype", None)) for leaf in jax.tree.leaves(state)}
-    if save_args is None and is_named and all(_is_storable(*kind) for kind in kinds):
+    if is_named and all(_is_storable(*kind) for kind in kinds):
         return state  # the usual case, without the cost of leaf paths
     leaves, treedef = trees.flatten(state)
-    args = [None] * len(leaves)
-    if save_args is not None:
-        args = treedef.flatten_up_to(save_args)
     alike = {
         path: array.astype(trees.native(array.dtype), copy=False)
         for path, leaf in leaves.items()
@@ -136,15 +133,8 @@ def checked_state(state: PyTree, save_args: PyTree | None = None) -> PyTree:
         or not getattr(getattr(leaf, "dtype", None), "isnative", True)
         for array in (np.asanyarray(leaf),)
     }
-    for (path, leaf), arg in zip(leaves.items(), args, strict=True):
+    for path, leaf in leaves.items():
         _check_leaf(path, alike.get(path, leaf))
-        if arg is not None and arg.aggregate:
-            raise MismatchError(f"leaf {path}: SaveArgs(aggregate=True) is not supported here.")
-        if arg is not None and getattr(arg, "shard_axes", ()):
-            raise MismatchError(
-                f"leaf {path}: SaveArgs(shard_axes={arg.shard_axes}) is not supported here: "
-                "chunks are cut within the boxes of the sharding. Nothing was saved; leave it out."
-            )
     return trees.unflatten(treedef, (leaves | alike).values()) if alike else state
 
 
@@ -175,13 +165,21 @@ def apply_casts(state: PyTree, save_args: PyTree | None) -> tuple[PyTree, PyTree
         that were cast.
 
     Raises:
-        MismatchError: a data type cannot be stored, or an integer does not fit into it.
+        MismatchError: a data type cannot be stored, or an integer does not fit into it; or an
+            argument asks for what a base does not have.
     """
     if save_args is None:
         return state, None, frozenset()
     leaves, treedef = trees.flatten(state)
     rest, casts = [], dict[str, tuple[Any, Any]]()
     for (path, leaf), arg in zip(leaves.items(), treedef.flatten_up_to(save_args), strict=True):
+        if arg is not None and arg.aggregate:
+            raise MismatchError(f"leaf {path}: SaveArgs(aggregate=True) is not supported here.")
+        if arg is not None and getattr(arg, "shard_axes", ()):
+            raise MismatchError(
+                f"leaf {path}: SaveArgs(shard_axes={arg.shard_axes}) is not supported here: "
+                "chunks are cut within the boxes of the sharding. Nothing was saved; leave it out."
+            )
         dtype = None if arg is None or arg.dtype is None else trees.native(np.dtype(arg.dtype))
         if dtype is not None and dtype != trees.dtype_of(leaf):
             if transfer.is_key(leaf):

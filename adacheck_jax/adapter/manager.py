@@ -24,7 +24,6 @@ from adacheck_jax.adapter import directories
 from adacheck_jax.adapter.arguments import SaveArgs, in_item
 from adacheck_jax.adapter.away.orbax_manager import AdaCheckManager
 from adacheck_jax.adapter.handler import AdaCheckHandler, HandlerOptions
-from adacheck_jax.device.loops import xla_call
 from adacheck_jax.device.trees import PyTree
 from adacheck_jax.errors import expect_callable
 from adacheck_jax.plan.options import Shadow
@@ -95,10 +94,7 @@ def checkpoint_manager(
     own, found = handler_and_options(place, recorder, options, handler, max_to_keep, usual)
     _expect_items(place, options, item, items or {})
     handlers = own if items is None else {item: own, **items}
-    made = AdaCheckManager(own, place, item_handlers=handlers, options=found, metadata=metadata)
-    if not (found.read_only or made.all_steps()):  # a restore that comes first it would hold up
-        xla_call.begin()
-    return made
+    return AdaCheckManager(own, place, item_handlers=handlers, options=found, metadata=metadata)
 
 
 def save_base(root: str, step: int, state: PyTree, item: str) -> None:

@@ -25,7 +25,6 @@ from adacheck_jax.adapter.away.orbax_manager import AdaCheckManager, one_at_a_ti
 from adacheck_jax.adapter.handler import AdaCheckHandler, HandlerOptions
 from adacheck_jax.adapter.manager import expect_options, handler_and_options
 from adacheck_jax.adapter.trainer_items import StepItems, Ties
-from adacheck_jax.device.loops import xla_call
 from adacheck_jax.errors import AdaCheckError
 from adacheck_jax.update.binding import RecorderArgument
 
@@ -151,8 +150,6 @@ class TrainerManager(AdaCheckManager):
         self._ties = Ties(own.run.has_recorder, block.options.get("params_path"))
         if is_mapping or item_names:
             self._default_item.set(False)
-        if not (found.read_only or self.all_steps()):
-            xla_call.begin()
         block.made.append(self)
 
     @one_at_a_time

@@ -10,21 +10,25 @@ from __future__ import annotations
 
 import logging
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
 from jax import monitoring
 
 from adacheck_jax.adapter.arguments import RestoreInfo
-from adacheck_jax.errors import AdaCheckError, expect_callable
+from adacheck_jax.errors import AdaCheckError, IntegrityError, expect_callable, listed
 from adacheck_jax.format.manifest import DeltaManifest
+from adacheck_jax.restore import check
 from adacheck_jax.save.one_save import Save
-from adacheck_jax.store.steps import folders
-from adacheck_jax.store.steps.lineage import shown_steps
+from adacheck_jax.store.steps import folders, roots
+from adacheck_jax.store.steps.lineage import Lineage, shown_steps
 from adacheck_jax.store.storage.location import AnyPath
 
 _log = logging.getLogger(__name__)
+
+_TELLING = 5
+"""Deltas from which on their restore tells what each of them takes."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,15 +73,26 @@ class RestoreTimes:
 
     Attributes:
         total_s: all of it, from its beginning to the verified state.
+        look_up_s: looking for the base and the deltas.
         base_s: reading the base.
         replay_s: reading and replaying the deltas.
         compile_wait_s: waiting for the compiler, which begins while the base is read.
     """
 
     total_s: float
+    look_up_s: float
     base_s: float
     replay_s: float
     compile_wait_s: float
+
+    def costs(self, deltas: int) -> dict[str, float]:
+        """The costs that one restore tells; of few deltas not how long one more would take."""
+        deltas_s = self.look_up_s + self.replay_s  # to look for a lineage is to read each manifest
+        open_s = max(self.total_s - self.base_s - deltas_s, 0.0)
+        measured = {"open_s": open_s, "base_restore_s": self.base_s}
+        if deltas >= _TELLING:
+            measured["replay_s"] = max(deltas_s, 0.0) / deltas
+        return measured
 
 
 def report_of(save: Save, directory: AnyPath, begin_s: float, returned_s: float) -> SaveReport:
@@ -97,6 +112,47 @@ def report_of(save: Save, directory: AnyPath, begin_s: float, returned_s: float)
         check_s=save.check_s,
         durable_s=save.durable_s - begin_s,
     )
+
+
+def stock_info(path: AnyPath) -> RestoreInfo:
+    """Report of the restore of a step that stock Orbax saved; its number is -1 if it has none."""
+    step = roots.place_of(path).step
+    return RestoreInfo(-1 if step is None else step, 0, (), 0.0, verified=False)
+
+
+def info_of(
+    lineage: Lineage, rounded: Sequence[int], path: AnyPath, wants_exact: bool
+) -> RestoreInfo:
+    """Report of a restore; warns about rounded and stale leaves, or refuses them.
+
+    Raises:
+        IntegrityError: the caller wants exact bits, and some leaves are rounded or stale.
+    """
+    leaves, end, count = lineage.base.leaves, lineage.end, lineage.replayed_count
+    paths = tuple(leaves[i].path for i in rounded)
+    tolerance = check.tolerance(lineage, rounded) if rounded else 0.0
+    stale = {leaves[i].path: step for i, step in end.stale}
+    remedies = dict[str, str]()
+    if stale:
+        remedies[
+            f"{path}: the ephemeral leaves of step {end.step} have the bits of step "
+            f"{min(stale.values())} or of one after it ({listed(stale, 5)}): they are saved with "
+            "bases alone. All other leaves are as they were trained."
+        ] = "restore a base step"
+    if paths:
+        remedies[
+            f"{path}: {len(paths)} leaves of step {end.step} are within rounding of what was "
+            f"saved, not the exact bits ({listed(paths, 5)}; each within about {tolerance:.0e} of "
+            "its leaf's largest value): they come out of sums, and the devices that they were "
+            "saved from do not exist here."
+        ] = "restore where as many devices exist as when it was saved, restore a base step"
+    for message, remedy in remedies.items():
+        if wants_exact:
+            raise IntegrityError(
+                f"{message} Nothing was returned; {remedy}, or do not ask for require_exact=True."
+            )
+        _log.warning("%s", message)
+    return RestoreInfo(end.step, count, paths, tolerance, stale=stale, replica=end.replica)
 
 
 class Announcer:

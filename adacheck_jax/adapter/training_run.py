@@ -10,10 +10,9 @@ import time
 from adacheck_jax.adapter import inputs
 from adacheck_jax.adapter.arguments import RestoreArgs, RestoreInfo
 from adacheck_jax.adapter.recovery import Delivery, NoFilesError, found_files, replay
-from adacheck_jax.adapter.reports import Announcer, OnSave
+from adacheck_jax.adapter.reports import Announcer, OnSave, stock_info
 from adacheck_jax.adapter.restoring import finding
-from adacheck_jax.adapter.restoring.outcome import Restored, stock_info
-from adacheck_jax.adapter.restoring.restorer import StepRestorer
+from adacheck_jax.adapter.restoring.restorer import Restored, StepRestorer
 from adacheck_jax.adapter.saving.lines import Lines, shadow_root
 from adacheck_jax.adapter.saving.saves import Saves
 from adacheck_jax.adapter.stock.base_checkpoint import StockCheckpoints
@@ -95,18 +94,18 @@ class TrainingRun:
 
     def _follow(self, restored: Restored, consent: Consent | None) -> None:
         """Notes a restored step, which the next save may follow."""
-        if restored.lineage is None:
+        if restored.lineage is None or restored.times is None:
             self.note_stock(restored.directory, restored.info)
             return
         self.restored = restored.info
-        if restored.times is not None:
-            self._announcer.tell_restored(restored.info, restored.times)
+        self._announcer.tell_restored(restored.info, restored.times)
         if restored.info.verified and not restored.info.rounded:
             place = roots.place_of(restored.directory)
             resumer = self.lines.saver_of(place).resumer
             if restored.is_own:
                 what = restored.lineage, place.step, restored.leaves, restored.state
-                resumer.follow(*what, restored.measured, consent)
+                costs = restored.times.costs(len(restored.lineage.deltas))
+                resumer.follow(*what, costs, consent)
             else:
                 resumer.forget()
 

@@ -57,7 +57,8 @@ class _Pending:
             they are not known.
         written: gives the base beside it, and None in other processes than 0; None itself before
             its save is committed.
-        placed: gives seconds that the base took, and its number among the deltas of its line.
+        placed: gives seconds that the base took, and its number among the deltas of its line. It
+            runs while the base is put into its place, and is cancelled if none is wanted any more.
     """
 
     save: Save
@@ -66,22 +67,14 @@ class _Pending:
     exchange: Exchange
     written: Future[_Written | None] | None = None
     placed: Future[tuple[float, int]] = field(default_factory=Future)
-    is_dropped: bool = False
-    is_placing: bool = False
 
     @property
     def team(self) -> Team:
         """The processes that write it."""
         return Team(
             self.exchange.index,
-            lambda topic, own, judge: self.exchange.agree(
-                topic, own, judge, lambda: self.is_dropped
-            ),
+            lambda topic, own, judge: self.exchange.agree(topic, own, judge, self.placed.cancelled),
         )
-
-    def fail(self, error: BaseException) -> None:
-        """Tells the other processes, which may wait, that there will be no base."""
-        self.exchange.fail(error)
 
 
 @dataclass(frozen=True, slots=True)
@@ -154,12 +147,13 @@ class BackgroundBases:
             if pending.save.error is not None or (is_lost and pending.exchange.is_alone):
                 self._fail("its step was not saved, or the copy of its state is lost")
                 return
-            lineage = None if pending.team.process else pending.save.lineage()
+            is_first = not pending.exchange.index
+            lineage = pending.save.lineage() if is_first else None
             if lineage is not None and not lineage.exists():
                 lineage = None
                 with contextlib.suppress(AdaCheckError):  # deleted; else linked otherwise by now
                     lineage = lookup.resolve(pending.save.directory)
-            if lineage is not None or pending.team.process:
+            if lineage is not None or not is_first:
                 pending.written = self._thread.submit(self._write, pending, lineage)
         elif pending.placed.done() or (pending.written.done() and pending.written.exception()):
             try:
@@ -188,11 +182,13 @@ class BackgroundBases:
         """Puts the base that is written, if one is, into its place; while no step is deleted."""
         with self._lock:
             pending = self._pending
-            if pending is None or pending.is_placing or (written := pending.written) is None:
+            if pending is None or pending.placed.running() or pending.placed.done():
                 return
-            if not written.done() or written.exception() or (ready := written.result()) is None:
+            if (written := pending.written) is None or not written.done() or written.exception():
                 return
-            pending.is_placing = True
+            if (ready := written.result()) is None:
+                return
+            pending.placed.set_running_or_notify_cancel()
         try:
             pending.placed.set_result(_put(ready))
         except Exception as error:
@@ -212,7 +208,7 @@ class BackgroundBases:
         pending = self._pending
         if pending is None or pending.written is None:
             return
-        if pending.team.process:
+        if pending.exchange.index:
             self._drop()  # who has written its part is not waited for
         else:
             pending.written.exception()
@@ -228,13 +224,12 @@ class BackgroundBases:
         """Lets go of the base that is in work, unless it is about to be in its place."""
         with self._lock:
             pending, self._pending = self._pending, None
-            if pending is None or pending.is_placing:
+            if pending is None or not pending.placed.cancel():
                 return
-            pending.is_dropped = True
         if pending.written is not None:
             pending.written.add_done_callback(_removed)
-        elif not pending.team.process:
-            pending.fail(AdaCheckError("the base is not wanted any more"))
+        elif not pending.exchange.index:
+            pending.exchange.fail(AdaCheckError("the base is not wanted any more"))
 
     def _write(self, pending: _Pending, lineage: Lineage | None) -> _Written | None:
         """Writes this process's part of the base; process 0 makes the base of the parts of all."""
@@ -249,7 +244,7 @@ class BackgroundBases:
             prepared = in_place.prepared(lineage, blocks, team, sums)
             base = exit.enter_context(prepared)
         except Exception as error:
-            pending.fail(error)
+            pending.exchange.fail(error)  # who waits for this part is told
             raise
         self._past.forget()  # all are past it
         self._past = pending.exchange

@@ -7,7 +7,6 @@ import errno
 import functools
 import importlib.metadata
 from collections.abc import Mapping, Sequence
-from contextlib import AbstractContextManager
 
 import jax
 
@@ -31,11 +30,6 @@ from adacheck_jax.store.steps import lookup, manifest_file
 from adacheck_jax.store.steps.lineage import Lineage, LineageStep
 from adacheck_jax.store.storage.location import AnyPath, at
 from adacheck_jax.update import program as update_program
-
-
-def committing(save: Save, directory: AnyPath) -> AbstractContextManager[None]:
-    """Makes certain that a directory holds this save and no other; see :mod:`claims`."""
-    return claims.committing(directory, jax.process_index(), save.attempt.token)
 
 
 def commit(save: Save, directory: AnyPath, described: Mapping[str, str]) -> None:

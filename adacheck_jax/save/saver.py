@@ -18,7 +18,6 @@ import logging
 import threading
 import time
 from collections.abc import Mapping, Sequence
-from typing import Any
 
 import jax
 
@@ -34,13 +33,12 @@ from adacheck_jax.plan.situation import BackgroundFacts, sizes_of
 from adacheck_jax.processes.consent import Consent
 from adacheck_jax.processes.meetings import ALONE, Exchange
 from adacheck_jax.proof import second_copy
-from adacheck_jax.save.attempt import Attempt
 from adacheck_jax.save.background_bases import BackgroundBases
 from adacheck_jax.save.line.backlog import Backlog, repeated
 from adacheck_jax.save.line.notices import Notices, tell_given_up
 from adacheck_jax.save.line.parents import Parent
 from adacheck_jax.save.line.planner import Planner, Proposal, is_computed, name_of, sums_of
-from adacheck_jax.save.one_save import Save
+from adacheck_jax.save.one_save import Attempt, Save
 from adacheck_jax.save.pending import KnownStep, Pending
 from adacheck_jax.save.resuming import Resumer
 from adacheck_jax.save.staging import Stager
@@ -122,7 +120,6 @@ class Saver:
         step: int | None,
         *,
         cast: frozenset[str] = frozenset(),
-        custom_metadata: Any = None,
         exchange: Exchange = ALONE,
         consent: Consent | None = None,
     ) -> Save:
@@ -148,7 +145,6 @@ class Saver:
                 *(exchange, consent),
                 replayable=not cast or cast.isdisjoint(bound_paths(bindings)),
             )
-            save.custom_metadata = custom_metadata
             if save.is_base and (
                 chosen := self._schedule.begin_lineage(sizes_of(snapshot.structure))
             ):
@@ -417,7 +413,7 @@ class Saver:
 
     def finish(self) -> None:
         """Waits until nothing of deferred steps is in the caller's arrays any more."""
-        self._stager.finish()
+        self._stager.worker.submit(lambda: None).result()  # behind all that it was given
 
     def close(self) -> None:
         """Tells of deferred steps that are not saved; another manager may still save them."""

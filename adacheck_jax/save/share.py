@@ -21,7 +21,6 @@ from adacheck_jax.format.manifest import Caution
 from adacheck_jax.plan.situation import BackgroundFacts
 from adacheck_jax.processes.messages import Report
 from adacheck_jax.save import validation
-from adacheck_jax.save.attempt import SHARES
 from adacheck_jax.save.one_save import Agreed, Save
 from adacheck_jax.save.pending import Pending
 from adacheck_jax.store import claims, delta_writer, links
@@ -29,6 +28,9 @@ from adacheck_jax.store.base_writer import ArrayLayout
 from adacheck_jax.store.steps import folders, manifest_file
 from adacheck_jax.store.steps import lineage as lineages
 from adacheck_jax.store.storage.location import AnyPath, at
+
+_SHARES = "shares"
+"""Topic of the exchange about what each process wrote."""
 
 
 def write(save: Save, directory: AnyPath, layout: ArrayLayout) -> None:
@@ -75,7 +77,7 @@ def _agreed(save: Save, directory: AnyPath, layout: ArrayLayout) -> Agreed:
         if not attempt.is_over:
             exchange.fail(error)
         raise
-    answer = attempt.agree(SHARES, own, functools.partial(validation.validated, save))
+    answer = attempt.agree(_SHARES, own, functools.partial(validation.validated, save))
     save.measured = [(name, seconds, deltas) for name, seconds, deltas in answer["measured"]]
     return Agreed(
         caution=Caution(answer["reason"], tuple(answer["distrusted"])),
@@ -83,7 +85,7 @@ def _agreed(save: Save, directory: AnyPath, layout: ArrayLayout) -> Agreed:
         memory=(bool(answer["memory"][0]), answer["memory"][1]),
         replicas=answer["replicas"],
         primary=Primary(*answer["primary"]),
-        reports=lambda: [own] if exchange.is_alone else exchange.reports(SHARES),
+        reports=lambda: [own] if exchange.is_alone else exchange.reports(_SHARES),
     )
 
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import threading
-from collections.abc import Collection, Mapping
+from collections.abc import Callable, Collection, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any
 
@@ -70,10 +70,6 @@ class Stager:
         """Notes the base that following deltas build on."""
         self.last_base, self._encodings = base, DeltaEncodings()
 
-    def finish(self) -> None:
-        """Waits until the worker has done all that it was given."""
-        self.worker.submit(lambda: None).result()
-
     def export(self, structure: Structure) -> Future[ExportedUpdate]:
         """Has the worker export the updates of a structure, under the caller's settings."""
         arithmetic = Arithmetic.current()
@@ -114,14 +110,36 @@ class Stager:
     def _taken(
         self, snapshot: Snapshot, proposal: Proposal, label: str
     ) -> tuple[Pending, HostCopies]:
-        """The step with the copies that are taken of its state."""
-        planned, every_replica = proposal.plan, self._options.check_replicas != "off"
-        wanted = _wanted(planned)
+        """The step with what is written of it, and the copies that are taken of its state."""
+        planned, before, delta = proposal.plan, proposal.before, None
+        structure, wanted = planned.structure, _wanted(planned)
         if planned.is_base:  # the shadow gets all that is here of the leaves of updates
-            wanted -= snapshot.structure.touched
+            wanted -= structure.touched
         seconds = self.second_copies(snapshot, wanted, is_base=planned.is_base)
+        every_replica = self._options.check_replicas != "off"
         copies = host_copies.take_copies(snapshot, planned, seconds, every_replica=every_replica)
-        return self._pending(snapshot, proposal, label, copies), copies
+        picks, copied = structure.local_picks, before.kept if before else host_copies.NOTHING
+        if not planned.is_base:
+            delta = DeltaWriter(
+                structure.leaves,
+                copies.staged,
+                planned.stored,
+                host_copies.comparable(copied, planned),
+                self._options.compression,
+                self._encodings,
+                self._memory,
+            )
+        own = Pending(
+            planned,
+            label,
+            copies,
+            delta,
+            transfer.stage({i: snapshot.arrays[i] for i in picks}, picks),
+            self.worker,
+            before=before,
+            again=proposal.again,
+        )
+        return own, copies
 
     def hand_to_shadow(
         self,
@@ -152,43 +170,17 @@ class Stager:
             # each process takes the numbers that all arrays are computed from.
             others = structure.computed.intersection(planned.stored)
             others |= structure.everywhere.intersection(structure.consumed)
-            step = _shadow_step(snapshot, own, copies, others, received)
+            blocks = _with_others(snapshot, copies.held, others)
+            step = _shadow_step(own, blocks, own.sums, received)
             step = dataclasses.replace(step, before=before, again=proposal.again)
             own.proof = self._shadow.follow(step)
         elif planned.has_baseline or planned.update is NOT_YET:
-            step = _shadow_step(snapshot, own, copies, structure.touched, received)
+            blocks = _with_others(snapshot, copies.held, structure.touched)
+            step = _shadow_step(own, blocks, own.sums, received)
             if planned.update is NOT_YET:
                 return step
             own.readers.extend(self._shadow.start(structure, planned.update, step))
         return None
-
-    def _pending(
-        self, snapshot: Snapshot, proposal: Proposal, label: str, copies: HostCopies
-    ) -> Pending:
-        """The step with what is written of it."""
-        planned, before, delta = proposal.plan, proposal.before, None
-        picks = planned.structure.local_picks
-        copied = before.kept if before else host_copies.NOTHING
-        if not planned.is_base:
-            delta = DeltaWriter(
-                planned.structure.leaves,
-                copies.staged,
-                planned.stored,
-                host_copies.comparable(copied, planned),
-                self._options.compression,
-                self._encodings,
-                self._memory,
-            )
-        return Pending(
-            planned,
-            label,
-            copies,
-            delta,
-            transfer.stage({i: snapshot.arrays[i] for i in picks}, picks),
-            self.worker,
-            before=before,
-            again=proposal.again,
-        )
 
     def _compare(self, snapshot: Snapshot, proposal: Proposal, own: Pending) -> None:
         """Begins the comparison of a step that is made after its save; takes its baseline."""
@@ -221,8 +213,12 @@ class Stager:
         self, snapshot: Snapshot, known: KnownStep, sums: Mapping[int, int], consent: Consent | None
     ) -> ShadowStep:
         """A restored step for the shadow to begin with; collective where boxes are sent."""
-        blocks, structure = self._restored_blocks(snapshot), snapshot.structure
-        received = None
+        structure, arrays, received = snapshot.structure, dict(enumerate(snapshot.arrays)), None
+        untouched = arrays.keys() - structure.touched
+        picks, others = structure.picks, self.second_copies(snapshot, untouched, is_base=True)
+        if others:
+            picks = {i: (*own, *others.get(i, ())) for i, own in picks.items()}
+        blocks = _with_others(snapshot, transfer.stage(arrays, picks), structure.touched)
         if self._shadow.may_be_sent(structure) and not self._shadow.stays:
             update, every = self._planner.updates.of(structure), range(len(structure.leaves))
             is_followed = replays(update, self._options)
@@ -231,16 +227,7 @@ class Stager:
                 is_followed=is_followed,
             )
             self.wire.finish()
-        return _with(ShadowStep(known, known.step, blocks, lambda: sums), received)
-
-    def _restored_blocks(self, snapshot: Snapshot) -> Mapping[int, Blocks]:
-        """The boxes that this process has of a restored state."""
-        structure, arrays = snapshot.structure, dict(enumerate(snapshot.arrays))
-        untouched = arrays.keys() - structure.touched
-        picks, others = structure.picks, self.second_copies(snapshot, untouched, is_base=True)
-        if others:
-            picks = {i: (*own, *others.get(i, ())) for i, own in picks.items()}
-        return _with_others(snapshot, transfer.stage(arrays, picks), structure.touched)
+        return _shadow_step(known, blocks, lambda: sums, received)
 
     def prepare_next(
         self,
@@ -327,23 +314,15 @@ def _wanted(planned: SavePlan) -> set[int]:
 
 
 def _shadow_step(
-    snapshot: Snapshot,
-    own: Pending,
-    copies: HostCopies,
-    leaves: Collection[int],
+    known: KnownStep,
+    blocks: Mapping[int, Blocks],
+    sums: Callable[[], Mapping[int, int]],
     received: Received | None,
 ) -> ShadowStep:
-    """A step for the shadow, of some ``leaves`` with what other processes own."""
-    blocks = _with_others(snapshot, copies.held, leaves)
-    return _with(ShadowStep(own, own.step, blocks, own.sums), received)
-
-
-def _with(step: ShadowStep, received: Received | None) -> ShadowStep:
-    """A step with the boxes that were sent here, if any are."""
+    """A step for the shadow, with the boxes that were sent here, if any are."""
     if received is None:
-        return step
-    blocks = received.joined(step.blocks)
-    return dataclasses.replace(step, blocks=blocks, lost=received.lost)
+        return ShadowStep(known, known.step, blocks, sums)
+    return ShadowStep(known, known.step, received.joined(blocks), sums, lost=received.lost)
 
 
 def _with_others(

@@ -11,8 +11,7 @@ from hypothesis import strategies as st
 from adacheck_jax.adapter import directories
 from adacheck_jax.adapter.away.acknowledged import by_all
 from adacheck_jax.adapter.away.deciding import Action, SaveState, StorageFacts, decide
-from adacheck_jax.adapter.away.looking import Look
-from adacheck_jax.adapter.away.outage import Outage
+from adacheck_jax.adapter.away.outage import Look, Outage
 from adacheck_jax.store.storage.location import at
 
 FACTS = st.builds(

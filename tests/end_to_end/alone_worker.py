@@ -26,7 +26,7 @@ from etils import epath
 
 import adacheck_jax as adacheck
 from adacheck_jax import SaveArgs
-from adacheck_jax.adapter.restoring import outcome
+from adacheck_jax.adapter import reports
 from adacheck_jax.adapter.stock import descriptions
 from adacheck_jax.errors import IntegrityError
 from adacheck_jax.restore import base_reader
@@ -97,7 +97,7 @@ RESTORES = {
     "delta": (DeltaReader, "read_many", damaged, 1),
     "collective": (DeltaReader, "read_many", damaged, 1),
     "once": (descriptions, "damaged_descriptions", damaged),
-    "bits": (outcome, "info_of", damaged),
+    "bits": (reports, "info_of", damaged),
     "followed": (Resumer, "follow", MemoryError("too little here")),
     "skipped": (DeltaReader, "read_many", damaged, 1),
 }

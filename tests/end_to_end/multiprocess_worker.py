@@ -176,7 +176,7 @@ with support.manager_of(own.root, handler, **options) as manager:
                 target = adacheck.RestoreArgs(support.abstract(run.state))
                 manager.restore(run.count, args=target)
             if mode.startswith("bases"):
-                (saver,) = handler._run.lines._savers.values()
+                (saver,) = handler.run.lines._savers.values()
                 pending = saver._bases._pending
                 if pending is not None and pending.written is not None:
                     pending.written.exception()

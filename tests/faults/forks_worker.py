@@ -121,7 +121,7 @@ class Training:
         self.publisher.publish(self.run.state, version=self.run.count, wait=wait)
 
     def bases(self) -> BackgroundBases:
-        (saver,) = self.handler._run.lines._savers.values()
+        (saver,) = self.handler.run.lines._savers.values()
         return saver._bases
 
     def look_after_base(self) -> Any:

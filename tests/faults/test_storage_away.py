@@ -17,7 +17,7 @@ import pytest
 from orbax.checkpoint._src.path import async_path, deleter
 
 import adacheck_jax as adacheck
-from adacheck_jax.adapter.away import looking, outage
+from adacheck_jax.adapter.away import outage
 from adacheck_jax.adapter.stock.base_checkpoint import StockCheckpoints
 from adacheck_jax.errors import StorageError
 from adacheck_jax.format.manifest import BaseManifest
@@ -575,8 +575,8 @@ def test_a_look_that_hangs_does_not_stop_the_loop(tmp_path, monkeypatch):
             asked.append(1)
             return keeping_asked(lambda: back.wait(60) and look())
 
-        keeping_asked = looking._asked
-        monkeypatch.setattr(looking, "_asked", hangs)
+        keeping_asked = outage._asked
+        monkeypatch.setattr(outage, "_asked", hangs)
         monkeypatch.setattr(outage, "PATIENCE_S", 0.1)
         loop.step(5)
         assert (loop.kept, len(asked)) == ([3, 4, 5, 6, 7], 1)

@@ -113,8 +113,8 @@ def recovered(recorder: Any, root: Path, memory: Path, state: Any) -> tuple[int,
 
 
 def wait_for_shadow(handler: adacheck.AdaCheckHandler) -> None:
-    (saver,) = handler._run.lines._savers.values()
-    saver._stager.finish()  # the line's worker, which gives the shadow its steps
+    (saver,) = handler.run.lines._savers.values()
+    saver.finish()  # the line's worker, which gives the shadow its steps
     saver._shadow._thread.submit(int).result()
 
 

@@ -50,7 +50,7 @@ def settle(handler, state, step):
 
 
 def _bases(handler):
-    (saver,) = handler._run.lines._savers.values()
+    (saver,) = handler.run.lines._savers.values()
     return saver._bases
 
 

@@ -342,7 +342,7 @@ def test_a_step_that_cannot_be_looked_at_loses_nothing_in_silence(loop, monkeypa
                 told.append(str(error))
                 for step in range(3, loop.number + 1):  # the later it is found, the more follow it
                     loop.states.pop(step, None)
-            loop.handler.run.lines.only[1]._stager.finish()  # so that the next step knows of it
+            loop.handler.run.lines.only[1].finish()  # so that the next step knows of it
         for _ in range(2):
             loop.train()
             loop.put(force=True)

@@ -48,8 +48,7 @@ class AcknowledgedSteps:
     @property
     def lag(self) -> Lag:
         """Steps in memory that are not on the disk."""
-        backlog = self.lines.backlog
-        return Lag(None, (), (), 1, None) if backlog is None else backlog.lag()
+        return self.lines.backlog.lag()
 
     def add(self, step: int) -> None:
         """Notes that a step is in memory, and that ``save`` answers True."""
@@ -62,8 +61,8 @@ class AcknowledgedSteps:
 
     def replace(self, step: int) -> None:
         """Lets go of a step that its caller saves again."""
-        if step <= self.last and (backlog := self.lines.backlog) is not None:
-            backlog.replace(step)
+        if step <= self.last:
+            self.lines.backlog.replace(step)
 
     def record(self, args: SaveArgs, step: int) -> bool:
         """Records a step in memory, in all processes or none, if nothing is lost by it."""
@@ -84,12 +83,8 @@ class AcknowledgedSteps:
             self.has_gap = jax.process_count() > 1
             raise
         finally:
-            if (
-                is_recorded
-                and not answer["is_kept"]
-                and (backlog := self.lines.backlog) is not None
-            ):
-                backlog.take_back()
+            if is_recorded and not answer["is_kept"]:
+                self.lines.backlog.take_back()
         if answer["is_kept"]:
             self.add(step)
         return answer["is_kept"]
@@ -98,7 +93,7 @@ class AcknowledgedSteps:
         """Keeps a save that failed; or raises its error, with the steps that are lost with it."""
         backlog = self.lines.backlog
         try:
-            is_kept = backlog is not None and backlog.fail(step, error) and is_ours
+            is_kept = backlog.fail(step, error) and is_ours
         except AdaCheckError as wrong:
             is_kept, error = False, wrong
         answer = self.together.agreed({"is_kept": is_kept, "room_bytes": 0}, by_all)
@@ -108,9 +103,7 @@ class AcknowledgedSteps:
             return
         if is_kept:
             error = StorageError(f"{error} Another process cannot write it again.")
-        lost = [*(backlog.carried(step) if backlog is not None else ()), *self.lag.deferred]
-        if backlog is not None:
-            backlog.give_up(f"step {step}, which they follow, is not saved")
+        lost = backlog.give_up(step, f"step {step}, which they follow, is not saved")
         if not lost:
             error.add_note(f"Step {step} is not saved.")
             raise error
@@ -125,9 +118,9 @@ class AcknowledgedSteps:
 
         Its number, and if it is there already; None if storage does not tell.
         """
-        lag, backlog, is_there = self.lag, self.lines.backlog, None
+        lag, is_there = self.lag, None
         try:
-            is_there = backlog is not None and backlog.is_there()
+            is_there = self.lines.backlog.is_there()
         except OSError as error:
             self.outage.refuse(error)
             self.outage.return_to_loop()
@@ -159,10 +152,10 @@ class AcknowledgedSteps:
     def cut_to_common(self) -> None:
         """Lets go of the steps that not all processes have: their calls differed."""
         self.together.begin_anew()
-        lag, backlog = self.lag.steps, self.lines.backlog
+        lag = self.lag.steps
         answer = self.together.agreed({"steps": [*lag]}, _in_all)
-        if backlog is not None and (count := len(lag) - answer["count"]):
-            backlog.take_back(count, "the processes did not call alike")
+        if count := len(lag) - answer["count"]:
+            self.lines.backlog.take_back(count, "the processes did not call alike")
 
 
 def by_all(reports: Sequence[Report]) -> Report:

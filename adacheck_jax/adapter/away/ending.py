@@ -37,23 +37,16 @@ class Ending:
         manager: the manager.
         lines: lines of steps of its training run.
         together: the processes that save with it.
-        keeps_refused: True if what storage refuses is written again.
 
     Attributes:
-        keeps_refused: the same; False once the manager is closed.
+        keeps_refused: True if what storage refuses is written again; False once the manager is
+            closed.
         is_stale: True if the manager's list of steps may not be what storage has.
     """
 
-    def __init__(
-        self,
-        manager: ocp.CheckpointManager,
-        lines: Lines,
-        together: Lockstep,
-        *,
-        keeps_refused: bool,
-    ) -> None:
+    def __init__(self, manager: ocp.CheckpointManager, lines: Lines, together: Lockstep) -> None:
         self._manager, self._lines, self._together = manager, lines, together
-        self.keeps_refused, self.is_stale = keeps_refused, False
+        self.keeps_refused, self.is_stale = lines.keeps_refused, False
         self._failure: BaseException | None = None
         self._ended: object = None
         self._news = threading.Condition()
@@ -101,8 +94,7 @@ class Ending:
         except BaseException as error:
             self._failure = _refused(error)
             self._tell(step, self._failure)
-            if (backlog := self._lines.backlog) is not None:
-                backlog.stop(step, self._failure)
+            self._lines.backlog.stop(step, self._failure)
             self._forget_errors()
         try:
             orbax._finalize(manager, step, steps_to_remove)
@@ -115,8 +107,7 @@ class Ending:
                 "then one of them may be listed that does not restore.",
                 *(manager.directory, error),
             )
-        if (backlog := self._lines.backlog) is not None:
-            backlog.end(step)
+        self._lines.backlog.end(step)
         if was_stale:
             with contextlib.suppress(OSError):
                 manager.reload()
@@ -140,8 +131,7 @@ class Ending:
     def _tell(self, step: int, error: BaseException) -> None:
         """Tells the others, which wait for what process 0 alone makes: a directory and its name."""
         if jax.process_count() > 1 and not jax.process_index():
-            if (backlog := self._lines.backlog) is not None:
-                backlog.tell_others(step, error)
+            self._lines.backlog.tell_others(step, error)
             self._together.fail(error)
 
     def _meet(self, *, key: str, timeout_ms: int) -> None:
@@ -150,8 +140,8 @@ class Ending:
             self._barrier(key=key, timeout_ms=timeout_ms)
             return
         backlog = self._lines.backlog
-        answer = self._together.commit(timeout_ms / 1000, backlog.committed if backlog else dict)
-        if backlog is not None and jax.process_index():
+        answer = self._together.commit(timeout_ms / 1000, backlog.committed)
+        if jax.process_index():
             backlog.learn(answer)
 
 

@@ -76,7 +76,7 @@ class SaveInFlight:
                 raise
             acknowledged.outage.refuse(error)
             acknowledged.outage.return_to_loop()
-            if (backlog := acknowledged.lines.backlog) is None or not backlog.fail(step, error):
+            if not acknowledged.lines.backlog.fail(step, error):
                 return False
             acknowledged.add(step)
             return True

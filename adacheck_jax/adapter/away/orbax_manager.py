@@ -28,6 +28,7 @@ from adacheck_jax.adapter.away.storage_sink import StorageSink
 from adacheck_jax.adapter.handler import AdaCheckHandler
 from adacheck_jax.adapter.inputs import expected_step
 from adacheck_jax.adapter.reports import expect_outside_callback
+from adacheck_jax.device.loops import xla_call
 from adacheck_jax.device.trees import PyTree
 from adacheck_jax.errors import AdaCheckError, Closing, noted_by
 from adacheck_jax.processes.lockstep import Lockstep
@@ -74,8 +75,8 @@ class AdaCheckManager(Closing, ocp.CheckpointManager):
         self._item = next((name for name, each in named if each is handler), None)
         is_alone = jax.process_count() == 1
         may_go_on = handlers is handler or "handler_registry" in arguments
-        goes_on = may_go_on and (is_alone or options.enable_async_checkpointing)
-        run.lines.keeps_refused = goes_on
+        keeps = may_go_on and (is_alone or options.enable_async_checkpointing)
+        run.lines.keeps_refused = keeps
         self._together = together = Lockstep(root)
         run.lines.calls = together.calls
         names = sorted(name for name, _ in named)
@@ -85,16 +86,18 @@ class AdaCheckManager(Closing, ocp.CheckpointManager):
             arguments["options"] = options = dataclasses.replace(options, create=False)
         self._opener, self._is_closed = Opener(self), False
         self.calling = threading.RLock()
-        self._ending = Ending(self, run.lines, together, keeps_refused=goes_on)
+        self._ending = Ending(self, run.lines, together)
         parts = run, together, self._opener, self._ending
-        self._sink = StorageSink(self, *parts) if goes_on else None
+        self._sink = StorageSink(self, *parts) if keeps else None
         self._newest_known, self._has_warned = -1, False  # restored here last, or saved since
-        if goes_on and not is_alone:
+        if keeps and not is_alone:
             arguments["options"] = self._ending.met(options)
         with directories.answering(root):
             super().__init__(root, **arguments)
         _open_managers.add(self)
-        if run.has_recorder and (newest := self.latest_step()) is not None:
+        if (newest := self.latest_step()) is None and not options.read_only:
+            xla_call.begin()  # a restore that comes first it would hold up
+        elif newest is not None and run.has_recorder:
             self.reached_preemption(newest)  # or JAX would end a resumed run at step 1
 
     @one_at_a_time
@@ -137,23 +140,24 @@ class AdaCheckManager(Closing, ocp.CheckpointManager):
                 )
 
         try:
-            if (sink := self._sink) is not None:
-                if not (force or self._is_due(step)):
+            if (sink := self._sink) is None:
+                is_called = jax.process_count() > 1 and (force or self.should_save(step))
+                if is_called:
+                    self._together.begin()
+                    self._together.decided(dict, f"save({step})", check)
+                else:
                     check()
-                    return self._note_result(step, is_saved=False)
+                is_saved = save(force=is_called or force)
+            elif force or self._is_due(step):
                 given: Any = args
                 state = given if item is None else given.get(item)
                 is_alone = item is None or [*given] == [item]
                 is_ours = is_alone and all(each is None for each in beside)
                 is_saved = sink.save(step, state, save, check, item, is_ours=is_ours)
-                return self._note_result(step, is_saved=is_saved)
-            is_called = jax.process_count() > 1 and (force or self.should_save(step))
-            if is_called:
-                self._together.begin()
-                self._together.decided(dict, f"save({step})", check)
             else:
                 check()
-            return self._note_result(step, is_saved=save(force=is_called or force))
+                is_saved = False
+            return self._note_result(step, is_saved=is_saved)
         finally:
             saves.left.set()
 
@@ -212,11 +216,8 @@ class AdaCheckManager(Closing, ocp.CheckpointManager):
                 return found
         if (newest := self.latest_step()) is None:
             return None
-        args: Any = RestoreArgs(abstract_state)
-        if self._item is None:
-            return newest, self.restore(newest, args=args)
-        args = ocp.args.Composite(**{self._item: args})
-        return newest, self.restore(newest, args=args)[self._item]
+        found = self.restore(newest, args=in_item(RestoreArgs(abstract_state), self._item))
+        return newest, found if self._item is None else found[self._item]
 
     @one_at_a_time
     def restore(

@@ -1,18 +1,24 @@
 """Storage that is away: it refuses, or does not answer, as the saves of a manager find it.
 
-Decided by a clock and by what saves have told, without a look at storage.
+Decided by a clock and by what saves have told. A look at a disk, which may never return, is another
+thread's than the training loop's.
 """
 
 from __future__ import annotations
 
 import logging
 import math
+import threading
 import time
+from collections.abc import Callable
+from concurrent.futures import Future, wait
 
-from adacheck_jax.errors import AdaCheckError, first_line
+from adacheck_jax.adapter import directories
+from adacheck_jax.errors import AdaCheckError, first_line, is_refusal
 from adacheck_jax.save.line.backlog import Lag
 from adacheck_jax.schedule.stopwatch import Clock
 from adacheck_jax.store.steps.lineage import shown_steps
+from adacheck_jax.store.storage.location import Location, located
 
 _log = logging.getLogger(__name__)
 
@@ -30,6 +36,8 @@ _WORTH = 10.0
 """The same in times of what the last try took from the training loop, which may be 5 s."""
 _LONGEST_PAUSE_S = 15.0
 """Longest pause between two tries: what is in memory ends with its process."""
+_LOOK_S = 0.5
+"""Longest wait for a look at storage while it is away."""
 _WARNED_S = 60.0
 CLOSING_S = 60.0
 """Seconds for which a manager that is closed tries to write what is in memory."""
@@ -122,6 +130,58 @@ class Outage:
             *(what, seconds, why, shown_steps(lag.steps)),
             *(lag.taken_bytes >> 20, lag.most_bytes >> 20),
         )
+
+
+class Look:
+    """Asks if storage answers; a look that hangs is asked for its answer by the next call."""
+
+    def __init__(self, place: Location, outage: Outage) -> None:
+        self._place, self._outage = place, outage
+        self._look: Future[None] | None = None
+
+    def answers(self, step: int) -> bool:
+        """True if the disk answers: what the loop itself asks of it afterwards takes no time.
+
+        The loop asks nothing of an object store.
+        """
+        outage, place = self._outage, self._place
+        if not place.on_file_system:
+            return True
+        patience_s = 0.0
+        if (look := self._look) is None:
+            outage.begin()
+            patience_s = _LOOK_S if outage.is_away else PATIENCE_S
+            look = self._look = _asked(lambda: _look_at(place / f"{step}"))
+        if not wait([look], patience_s).done:
+            outage.hang()
+            return False
+        self._look = None
+        if (error := look.exception()) is None:
+            return True
+        if not (isinstance(error, Exception) and is_refusal(error)):
+            raise error
+        outage.refuse(error)
+        return False
+
+
+def _look_at(step: Location) -> None:
+    """Looks if a step is there, and if it could be made: a disk may be mounted read-only."""
+    _ = step.exists
+    directories.check_writable(located(str(step)))
+
+
+def _asked(look: Callable[[], None]) -> Future[None]:
+    """Looks in a thread that the process does not wait for."""
+    answer: Future[None] = Future()
+
+    def ask() -> None:
+        try:
+            answer.set_result(look())
+        except BaseException as error:
+            answer.set_exception(error)
+
+    threading.Thread(target=ask, name="adacheck_look", daemon=True).start()
+    return answer
 
 
 def refusal(error: Exception) -> str:

@@ -30,8 +30,8 @@ from adacheck_jax.adapter.away.acknowledged import AcknowledgedSteps
 from adacheck_jax.adapter.away.deciding import Action, SaveState, StorageFacts, decide
 from adacheck_jax.adapter.away.ending import Ending
 from adacheck_jax.adapter.away.in_flight import SaveInFlight
-from adacheck_jax.adapter.away.looking import Look
 from adacheck_jax.adapter.away.opening import Opener, beginning
+from adacheck_jax.adapter.away.outage import Look
 from adacheck_jax.adapter.training_run import TrainingRun
 from adacheck_jax.errors import DifferingCallsError, StorageError
 from adacheck_jax.processes.lockstep import Lockstep
@@ -184,9 +184,9 @@ class StorageSink:
 
     def _write(self, answer: Report) -> None:
         """Writes again what was refused, or else what is recorded up to a step, as that step."""
-        number, backlog, manager = answer["number"], self._run.lines.backlog, self._manager
-        if answer["is_there"] and backlog is not None:  # an error came after all was done
-            backlog.end(number)
+        number, manager = answer["number"], self._manager
+        if answer["is_there"]:  # an error came after all was done
+            self._run.lines.backlog.end(number)
             manager.reload()
         elif answer["is_there"] is not None:
 

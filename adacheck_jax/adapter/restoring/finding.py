@@ -32,11 +32,8 @@ def resolve(path: AnyPath) -> Lineage:
 
 def lineage_of(path: AnyPath, step: int | None) -> Lineage:
     """The lineage of a directory's own step, or of an earlier one that it holds."""
-    return resolve(path) if step is None else _earlier(path, step)
-
-
-def _earlier(path: AnyPath, step: int) -> Lineage:
-    """The lineage of an earlier step that a directory holds."""
+    if step is None:
+        return resolve(path)
     try:
         return lookup.held(path).to(step)
     except LineageError as error:

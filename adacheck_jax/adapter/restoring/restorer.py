@@ -12,17 +12,18 @@ from typing import Any
 
 import orbax.checkpoint as ocp
 
-from adacheck_jax.adapter.arguments import RestoreArgs
+from adacheck_jax.adapter import reports
+from adacheck_jax.adapter.arguments import RestoreArgs, RestoreInfo
 from adacheck_jax.adapter.reports import RestoreTimes
-from adacheck_jax.adapter.restoring import finding, outcome
+from adacheck_jax.adapter.restoring import finding
 from adacheck_jax.adapter.restoring.finding import OtherSteps
-from adacheck_jax.adapter.restoring.outcome import Restored
 from adacheck_jax.adapter.stock import descriptions
 from adacheck_jax.adapter.stock import restoring as stock_restoring
 from adacheck_jax.adapter.stock.base_checkpoint import StockCheckpoints
 from adacheck_jax.adapter.wanted.relayout import Relayout
 from adacheck_jax.adapter.wanted.targets import Target
 from adacheck_jax.device import jax_settings, transfer
+from adacheck_jax.device.trees import PyTree
 from adacheck_jax.errors import (
     AdaCheckError,
     FormatError,
@@ -43,6 +44,30 @@ from adacheck_jax.store.storage.location import AnyPath, at
 from adacheck_jax.update.binding import Recorders
 
 _log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True)
+class Restored:
+    """A restored step.
+
+    Attributes:
+        state: the tree that the caller gets.
+        info: the step's number, and how exact its leaves are.
+        directory: item directory that the step was read from.
+        lineage: base and deltas that were read; None if stock Orbax saved the step.
+        leaves: verified leaves in the base's order, on the devices of the replay.
+        is_own: True if the step is the directory's own, so that a delta may build on it; False for
+            an earlier step that the directory also holds.
+        times: seconds that the restore took; None if stock Orbax saved the step.
+    """
+
+    state: PyTree
+    info: RestoreInfo
+    directory: AnyPath
+    lineage: Lineage | None
+    leaves: list[Any]
+    is_own: bool
+    times: RestoreTimes | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -130,7 +155,7 @@ class StepRestorer:
                 "saved. Restore it in its own layout, save it, and transform that step."
             )
         state, converted = stock_restoring.restore(path, args, self._stock)
-        info = dataclasses.replace(outcome.stock_info(path), converted=converted)
+        info = dataclasses.replace(reports.stock_info(path), converted=converted)
         return Restored(state, info, path, None, [], is_own=False)
 
     def _restore_other(
@@ -233,7 +258,7 @@ class StepRestorer:
         with agreed():
             with _explained(lineage):
                 rounded = check.check_bits(leaves, lineage, path, rounded=base.rounded)
-            info = outcome.info_of(lineage, rounded, path, args.require_exact)
+            info = reports.info_of(lineage, rounded, path, args.require_exact)
         base.leaves.clear()  # else those that are copied now would take their memory twice
         for i, spec in enumerate(lineage.base.leaves):
             leaves[i] = transfer.like(leaves[i], base.target.wanted[spec.path])
@@ -250,10 +275,10 @@ class StepRestorer:
             state = target.finish(named)
         begin_s = found_s if begin_s is None else begin_s
         total_s, waited_s = time.monotonic() - begin_s, base.programs.waited_s
-        times = RestoreTimes(total_s, read_s - found_s, replayed_s - read_s - waited_s, waited_s)
-        measured = outcome.measured(times, found_s - begin_s, len(lineage.deltas))
+        replay_s = replayed_s - read_s - waited_s
+        times = RestoreTimes(total_s, found_s - begin_s, read_s - found_s, replay_s, waited_s)
         is_own = is_own and not lineage.left_out and base.relayout is None
-        return Restored(state, info, path, lineage, leaves, is_own, measured, times)
+        return Restored(state, info, path, lineage, leaves, is_own, times)
 
     def _read(self, path: AnyPath, lineage: Lineage, args: RestoreArgs, agreed: Agreed) -> _Base:
         """Read the base of a lineage onto the devices on which its updates are replayed."""

@@ -28,6 +28,7 @@ from adacheck_jax.processes.consent import Consent
 from adacheck_jax.processes.gate import Gate
 from adacheck_jax.processes.meetings import Exchange
 from adacheck_jax.processes.messages import Report
+from adacheck_jax.save.line import backlog as backlogs
 from adacheck_jax.save.line.backlog import Backlog
 from adacheck_jax.save.saver import Saver
 from adacheck_jax.store import claims
@@ -137,10 +138,10 @@ class Lines:
         return len(found) < 2 and all(line[1] == item for line, _ in found)
 
     @property
-    def backlog(self) -> Backlog | None:
-        """The backlog of the steps in memory; None before the first one, or of several lines."""
+    def backlog(self) -> Backlog:
+        """The backlog of the steps in memory; an empty one without any, or of several lines."""
         found = self._with_steps()
-        return found[0][1].backlog if len(found) == 1 else None
+        return found[0][1].backlog if len(found) == 1 else backlogs.empty()
 
     def fits(self, state: PyTree) -> bool:
         """True if a save of a state can write the steps in memory too, which have its leaves."""

@@ -13,6 +13,7 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
+import jax
 import orbax.checkpoint as ocp
 from etils import epath
 
@@ -27,13 +28,12 @@ from adacheck_jax.device import jax_settings
 from adacheck_jax.device.trees import PyTree
 from adacheck_jax.errors import AdaCheckError, storage_named
 from adacheck_jax.processes import run
-from adacheck_jax.processes.consent import Consent
 from adacheck_jax.processes.meetings import ALONE, Exchange
 from adacheck_jax.processes.messages import Report
 from adacheck_jax.save import commit
-from adacheck_jax.save.attempt import BEGUN
 from adacheck_jax.save.one_save import Save
 from adacheck_jax.save.saver import Saver
+from adacheck_jax.store import claims
 from adacheck_jax.store.base_writer import ArrayLayout, Name
 from adacheck_jax.store.steps import roots
 from adacheck_jax.store.steps.roots import Line, Place
@@ -41,6 +41,8 @@ from adacheck_jax.store.storage.location import AnyPath
 
 _log = logging.getLogger(__name__)
 
+_BEGUN = "begun"
+"""Topic of the exchange about the saves that all processes have begun."""
 _PREPARED = "prepared"
 """Topic of the exchange about the saves of which all processes have taken the state."""
 
@@ -72,16 +74,6 @@ class Begun:
     returned_s: float = 0.0
     entries: Mapping[str, ArrayEntry] = dataclasses.field(default_factory=dict)
     names: Mapping[str, Name] = dataclasses.field(default_factory=dict)
-
-    @property
-    def final(self) -> AnyPath:
-        """Directory of the item once it is committed."""
-        return self.save.directory
-
-    @property
-    def exchange(self) -> Exchange:
-        """Exchange with the other processes."""
-        return self.save.attempt.exchange
 
 
 class Saves:
@@ -121,8 +113,8 @@ class Saves:
         self._lines.process.enter()
         if not isinstance(begun := args.state, Begun):
             return self._taken(directory, place, args)
-        if (final := roots.committed_path(directory)) != begun.final:
-            raise AdaCheckError(f"{final}: expected {begun.final}. The step is not saved.")
+        if (final := roots.committed_path(directory)) != begun.save.directory:
+            raise AdaCheckError(f"{final}: expected {begun.save.directory}. The step is not saved.")
         directories.check_writable(directory)
         return begun
 
@@ -153,51 +145,31 @@ class Saves:
                 if not exchange.is_alone:
                     lines.meet()  # before anything that may fail in one of them alone
                 directories.check_writable(directory)
-                if is_again:
-                    found, stored = place(), self._described or SaveArgs()
+                stored, cast = self._described or SaveArgs(), frozenset[str]()
+                if not is_again:
+                    stored, cast = _checked(args)
+                found = place()
+                inputs.step_number(found.step, "give the manager steps from 0 on")
+                if lines.are_none:
+                    _log.info(
+                        "%s: the first save of a process compiles and exports programs.", final
+                    )
+                with storage_named(final):
                     saver = lines.saver_of(found)
-                    with storage_named(final):
+                    if is_again:
                         save = saver.begin_kept(final, found.step, exchange)
-                else:
-                    found, saver, save, stored = self._begin(final, place, args, exchange, consent)
+                    else:
+                        save = saver.begin(
+                            *(final, found.step, stored.state, stored.step),
+                            cast=cast,
+                            exchange=exchange,
+                            consent=consent,
+                        )
+                        save.custom_metadata = stored.custom_metadata
                 return Begun(found.line, saver, save, stored, begin_s, together, is_again)
         except BaseException:
             lines.note_gap(is_lost=not (exchange.is_alone or is_again))
             raise
-
-    def _begin(
-        self,
-        final: AnyPath,
-        place: Callable[[], Place],
-        args: SaveArgs,
-        exchange: Exchange,
-        consent: Consent | None,
-    ) -> tuple[Place, Saver, Save, SaveArgs]:
-        state = inputs.checked_state(args.state, args.save_args)
-        step = inputs.step_number(args.step)
-        file_bytes = inputs.file_bytes(args.ocdbt_target_data_file_size)
-        state, save_args, cast = inputs.apply_casts(state, args.save_args)
-        found = place()
-        inputs.step_number(found.step, "give the manager steps from 0 on")
-        custom_metadata = inputs.json_copy(args.custom_metadata)
-        if self._lines.are_none:
-            _log.info("%s: the first save of a process compiles and exports programs.", final)
-        with storage_named(final):
-            saver = self._lines.saver_of(found)
-            save = saver.begin(
-                *(final, found.step, state, step),
-                cast=cast,
-                custom_metadata=custom_metadata,
-                exchange=exchange,
-                consent=consent,
-            )
-        stored = SaveArgs(
-            state,
-            save_args=save_args,
-            custom_metadata=custom_metadata,
-            ocdbt_target_data_file_size=file_bytes,
-        )
-        return found, saver, save, stored
 
     async def write(self, directory: AnyPath, begun: Begun) -> list[ocp.Future]:
         """Start to write this process's share of what :meth:`begin` returned.
@@ -215,7 +187,7 @@ class Saves:
         except Exception as error:
             self._refuse(begun, error)
             raise
-        self._meet(begun, BEGUN)
+        self._meet(begun, _BEGUN)
         layout = ArrayLayout(begun.names, stored.ocdbt_target_data_file_size)
         futures.append(ShareFuture(save, directory, layout, self.left))
         if not begun.returned_s:
@@ -232,7 +204,10 @@ class Saves:
             AdaCheckError: another process could not, or some save a base and others a delta.
         """
         if not begun.together.is_alone:
-            own, judge = {"is_base": begun.save.is_base}, functools.partial(_alike, begun.final)
+            own, judge = (
+                {"is_base": begun.save.is_base},
+                functools.partial(_alike, begun.save.directory),
+            )
             try:
                 begun.together.agree(topic, own, judge)
             except Exception as error:
@@ -252,7 +227,7 @@ class Saves:
         save = begun.save
         if save.keeps:
             self._described = dataclasses.replace(stored, state=described(stored.state))
-        with begun.exchange.telling("begin to save"):
+        with begun.save.attempt.exchange.telling("begin to save"):
             futures, begun.entries = await self._stock.write(
                 epath.Path(str(directory)), stored.state, stored.save_args, stored.custom_metadata
             )
@@ -268,14 +243,15 @@ class Saves:
     @jax_settings.own()
     def commit(self, directory: AnyPath, begun: Begun) -> None:
         """Commit a save, in one process, once every process has written its share."""
-        with storage_named(begun.final), commit.committing(begun.save, directory):
+        save, claim = begun.save, (jax.process_index(), begun.save.attempt.token)
+        with storage_named(save.directory), claims.committing(directory, *claim):
             digests: Mapping[str, str] = {}
-            if begun.save.is_base:
+            if save.is_base:
                 chunks = {path: each.chunk_shape for path, each in begun.names.items()}
                 digests = self._stock.finalize(epath.Path(str(directory)), begun.entries, chunks)
-            commit.commit(begun.save, directory, digests)
+            commit.commit(save, directory, digests)
         if not self._lines.has_bases_alone(begun.line):
-            self.last = report_of(begun.save, directory, begun.begin_s, begun.returned_s)
+            self.last = report_of(save, directory, begun.begin_s, begun.returned_s)
             self._announcer.tell_saved(self.last)
 
     @jax_settings.own()
@@ -301,6 +277,20 @@ class Saves:
             is_kept = saver.defer(state, step, away_bytes=away_bytes, consent=consent)
             count(is_kept)
         return is_kept
+
+
+def _checked(args: SaveArgs) -> tuple[SaveArgs, frozenset[str]]:
+    """Arguments of a save with its casts applied, once all are checked; and the leaves cast."""
+    state = inputs.checked_state(args.state)
+    state, save_args, cast = inputs.apply_casts(state, args.save_args)
+    stored = SaveArgs(
+        state,
+        inputs.step_number(args.step),
+        save_args=save_args,
+        custom_metadata=inputs.json_copy(args.custom_metadata),
+        ocdbt_target_data_file_size=inputs.file_bytes(args.ocdbt_target_data_file_size),
+    )
+    return stored, cast
 
 
 def _alike(where: AnyPath, reports: Sequence[Report]) -> Report:

@@ -40,7 +40,7 @@ class ShareFuture(ocp.Future):
         self, save: Save, directory: AnyPath, layout: ArrayLayout, left: threading.Event
     ) -> None:
         self._go, self._is_writing, self._save = threading.Event(), threading.Event(), save
-        written = _written(save, directory, layout, self._is_writing, (self._go, left))
+        written = self._write(directory, layout, (self._go, left))
         self._begun = CommitFutureAwaitingContractedSignals(written, name="adacheck_write")
 
     def result(self, timeout: float | None = None) -> Any:
@@ -75,24 +75,19 @@ class ShareFuture(ocp.Future):
         """Give up waiting."""
         self._begun.cancel()
 
-
-async def _written(
-    save: Save,
-    directory: AnyPath,
-    layout: ArrayLayout,
-    is_writing: threading.Event,
-    signs: Sequence[threading.Event],
-) -> None:
-    """Write this process's share of a save, once all signs are given or a moment has passed."""
-    is_writing.set()
-    until_s = time.monotonic() + MOMENT_S
-    for each in signs:
-        each.wait(max(until_s - time.monotonic(), 0.0))
-    if at(directory).on_file_system and roots.is_written_in_place(directory):
-        # Before any other file: it marks the directory as not committed (see is_committed).
-        mark = at(directory / IN_PLACE)
-        mark.write(b"")
-        mark.sync()
-        at(directory / FINALIZED).delete()  # of an earlier save into the same directory
-    with jax_settings.own():  # set for this thread, so nothing may be awaited inside
-        share.write(save, directory, layout)
+    async def _write(
+        self, directory: AnyPath, layout: ArrayLayout, signs: Sequence[threading.Event]
+    ) -> None:
+        """Write the share, once all signs are given or a moment has passed."""
+        self._is_writing.set()
+        until_s = time.monotonic() + MOMENT_S
+        for each in signs:
+            each.wait(max(until_s - time.monotonic(), 0.0))
+        if at(directory).on_file_system and roots.is_written_in_place(directory):
+            # Before any other file: it marks the directory as not committed (see is_committed).
+            mark = at(directory / IN_PLACE)
+            mark.write(b"")
+            mark.sync()
+            at(directory / FINALIZED).delete()  # of an earlier save into the same directory
+        with jax_settings.own():  # set for this thread, so nothing may be awaited inside
+            share.write(self._save, directory, layout)

@@ -142,14 +142,14 @@ class _Rest:
         The first process commits, but Orbax renames the step as soon as its own first process is
         here, whichever that is.
         """
-        exchange = self._begun.exchange
+        exchange = self._begun.save.attempt.exchange
         with exchange.telling("write its share"):
             for future in self.commit_futures:
                 future.result()
         exchange.agree(_COMMIT, {}, lambda _: self._commit(path))
 
     def _commit(self, path: AnyPath) -> Report:
-        with storage_named(self._begun.final):
+        with storage_named(self._begun.save.directory):
             if not self._begun.save.is_base:
                 # Without this file Orbax takes an item for no pytree, and never asks its handler.
                 _write(path / TREE_METADATA, _tree_metadata())

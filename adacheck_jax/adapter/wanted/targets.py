@@ -38,6 +38,10 @@ class Target:
         shardings_damage: damage of the file of saved shardings, None if it is whole; raised if a
             leaf has to be placed as it was saved.
 
+    Attributes:
+        wanted: the caller's leaf for each saved one, by leaf path; None if the caller named no
+            tree.
+
     Raises:
         MismatchError: leaves do not fit; the message lists all of them.
     """
@@ -59,24 +63,19 @@ class Target:
         if hasattr(state, "custom_metadata"):
             state = state.tree  # the result of metadata(), which StandardRestore takes too
         self._treedef = None
-        self._wanted: dict[str, Any] = dict.fromkeys(self._specs)
-        self._paths = tuple(self._wanted)  # leaf paths of the returned leaves
+        self.wanted: dict[str, Any] = dict.fromkeys(self._specs)
+        self._paths = tuple(self.wanted)  # leaf paths of the returned leaves
         self._consumed: dict[str, Any] = {}
         if state is not None:
-            self._wanted, self._treedef = trees.flatten(state)
-            self._paths = tuple(self._wanted)
-            self._consumed = {p: self._wanted.pop(p) for p in self._unsaved_copies()}
-            missing = self._specs.keys() - self._wanted.keys()
+            self.wanted, self._treedef = trees.flatten(state)
+            self._paths = tuple(self.wanted)
+            self._consumed = {p: self.wanted.pop(p) for p in self._unsaved_copies()}
+            missing = self._specs.keys() - self.wanted.keys()
             if missing:
                 left_out = missing if args.partial_restore else self._left_out(missing, state)
                 left_out |= missing.intersection(self._consumed)
-                self._wanted |= dict.fromkeys(left_out, ocp.PLACEHOLDER)
+                self.wanted |= dict.fromkeys(left_out, ocp.PLACEHOLDER)
             self._check(where)
-
-    @property
-    def wanted(self) -> Mapping[str, Any]:
-        """The caller's leaf for each saved one, by leaf path; None if the caller named no tree."""
-        return self._wanted
 
     def _left_out(self, missing: AbstractSet[str], state: PyTree) -> AbstractSet[str]:
         """Leaf paths of saved leaves that the abstract state has no leaf for, on purpose.
@@ -86,7 +85,7 @@ class Target:
         """
         pairs, _ = jax.tree_util.tree_flatten_with_path(state, is_leaf=_is_empty_node)
         empty = {trees.leaf_path(keys) for keys, node in pairs if _is_empty_node(node)}
-        nodes = {path for path, leaf in self._wanted.items() if leaf is ocp.PLACEHOLDER}
+        nodes = {path for path, leaf in self.wanted.items() if leaf is ocp.PLACEHOLDER}
         return {path for path in missing if path in empty or not nodes.isdisjoint(_above(path))}
 
     def _unsaved_copies(self) -> list[str]:
@@ -99,7 +98,7 @@ class Target:
 
         def is_kept(path: str) -> bool:
             if is_result(path):
-                shape = tuple(np.shape(self._wanted[path]))
+                shape = tuple(np.shape(self.wanted[path]))
                 return path in self._specs and self._specs[path].shape == shape
             return path in self._specs or consumed_leaf(path) not in self._specs
 
@@ -112,7 +111,7 @@ class Target:
         nodes |= {node for path in self._specs for node in _above(path)}
         found = {
             path: self._describe(path, leaf, self._specs.get(path))
-            for path, leaf in self._wanted.items()
+            for path, leaf in self.wanted.items()
             if leaf is not ocp.PLACEHOLDER or path not in nodes
         }
         trees.check_same_leaves(
@@ -188,7 +187,7 @@ class Target:
         for i in update.consumed:
             spec = lineage.base.leaves[i]
             is_placed = isinstance(placements[spec.path], jax.sharding.Sharding)
-            is_left_out = self._wanted[spec.path] is ocp.PLACEHOLDER
+            is_left_out = self.wanted[spec.path] is ocp.PLACEHOLDER
             if (is_left_out or (i in brought and is_placed)) and not spec.key_type and spec.nbytes:
                 found.add(spec.path)
         return found
@@ -201,7 +200,7 @@ class Target:
             needed = {*update.explained, *update.consumed}
         result = {}
         for index, (path, spec) in enumerate(self._specs.items()):
-            leaf = self._wanted[path]
+            leaf = self.wanted[path]
             if leaf is ocp.PLACEHOLDER and index not in needed:
                 result[path] = None
             else:
@@ -228,7 +227,7 @@ class Target:
     @functools.cached_property
     def _asked(self) -> dict[tuple[int, ...], jax.sharding.Sharding]:
         """Shardings asked for, by shapes: a replay may need leaves beside them, of moments."""
-        placed = ((np.shape(each), transfer.placement_of(each)) for each in self._wanted.values())
+        placed = ((np.shape(each), transfer.placement_of(each)) for each in self.wanted.values())
         found = {x: place for x, place in placed if isinstance(place, jax.sharding.Sharding)}
         for place in [*found.values()][:1]:
             found.setdefault((), update_program.replicated(place))
@@ -256,7 +255,7 @@ class Target:
         Raises:
             MismatchError: integers do not fit into the type asked for, in this process.
         """
-        asked = {} if self._treedef is None else self._wanted | self._consumed
+        asked = {} if self._treedef is None else self.wanted | self._consumed
         casts: dict[str, tuple[Any, Any]] = {}
         for path, wanted in asked.items():
             leaf: Any = leaves.get(path if path in leaves else consumed_leaf(path))
@@ -278,7 +277,7 @@ class Target:
                 self._saved_tree,
                 is_leaf=lambda node: node is None,  # stands for an array without elements
             )
-        finished = {path: self._finish(leaves.get(path), x) for path, x in self._wanted.items()}
+        finished = {path: self._finish(leaves.get(path), x) for path, x in self.wanted.items()}
         for path, wanted in self._consumed.items():
             if is_result(path):
                 value = jnp.zeros(np.shape(wanted), jnp.uint32)
@@ -286,13 +285,13 @@ class Target:
                 value = self._finish(leaves[consumed_leaf(path)], wanted)
             sharding = getattr(wanted, "sharding", None)
             finished[path] = value if sharding is None else jax.device_put(value, sharding)
-        asked = self._wanted | self._consumed
+        asked = self.wanted | self._consumed
         placed = (transfer.like(finished[path], asked[path]) for path in self._paths)
         return trees.unflatten(self._treedef, placed)
 
     def _tell_narrowed(self, casts: Mapping[str, tuple[Any, Any]]) -> None:
         """Warns where a whole state is asked for, some of it with less precision than it has."""
-        if any(self._wanted.get(path) is ocp.PLACEHOLDER for path in self._paths):
+        if any(self.wanted.get(path) is ocp.PLACEHOLDER for path in self._paths):
             return  # params to be used, and not a run to go on with
         if narrowed := [
             f"{path} ({leaf.dtype} as {dtype})"

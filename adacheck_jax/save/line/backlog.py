@@ -22,10 +22,9 @@ from adacheck_jax.plan import situation
 from adacheck_jax.plan.save_plan import SavePlan
 from adacheck_jax.plan.situation import BackgroundFacts
 from adacheck_jax.processes.messages import Report
-from adacheck_jax.save.attempt import Attempt
 from adacheck_jax.save.line.notices import tell_given_up
 from adacheck_jax.save.line.parents import Line
-from adacheck_jax.save.one_save import Committed, Save
+from adacheck_jax.save.one_save import Attempt, Committed, Save
 from adacheck_jax.store.steps import marks
 from adacheck_jax.store.storage.location import at
 
@@ -52,8 +51,8 @@ class Lag:
     deferred: Sequence[int]
     portion: int
     plan: SavePlan | None
-    is_computing: bool = False
-    saved: Sequence[SavePlan] = ()
+    is_computing: bool
+    saved: Sequence[SavePlan]
 
     def next_number(self, *, in_portions: bool) -> int | None:
         """The manager's number of the save that is written next; None if there is nothing."""
@@ -147,11 +146,6 @@ class Backlog:
                     raise wrong from error
             return save.is_kept
 
-    def carried(self, number: int) -> list[int]:
-        """Recorded steps of a save that failed after its shares; earlier errors name them."""
-        save = self._save_of(number)
-        return [each.step for each in save.steps[:-1]] if save and save.agreed else []
-
     def end(self, number: int) -> None:
         """Notes that a save has its name on the disk: nothing of it is kept any more."""
         with self._lock:
@@ -200,14 +194,21 @@ class Backlog:
             return marks.is_there(save.directory, committed.stamp)
         return False
 
-    def give_up(self, why: str) -> None:
-        """Lets go of all steps in memory that are not on the disk, and says so."""
+    def give_up(self, number: int, why: str) -> Sequence[int]:
+        """Lets go of all steps in memory that are not on the disk, and says so.
+
+        Gives the recorded ones: those after a save that failed, and those that it was to write if
+        it failed after its shares. Else its error names these.
+        """
+        failed = self._save_of(number)
+        carried = failed.steps[:-1] if failed and failed.agreed else ()
         with self._lock:
             lag, save = self._lag(), self._line.save
             if save is not None and save.is_kept:
                 save.release()
             self._line.cut(0)
         tell_given_up(lag.steps, why)
+        return [*(each.step for each in carried), *lag.deferred]
 
     def replace(self, number: int) -> None:
         """Lets go of what was refused of one step alone, since its caller saves it again."""
@@ -222,6 +223,11 @@ class Backlog:
             if save.is_kept:
                 tell_given_up([each.step for each in save.steps], "another step is saved")
             save.release()
+
+
+def empty() -> Backlog:
+    """The backlog of a line without steps."""
+    return Backlog(Line(None), threading.Lock())
 
 
 def repeated(save: Save, attempt: Attempt) -> Save:

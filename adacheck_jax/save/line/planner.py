@@ -314,10 +314,15 @@ class Planner:
         return proposal
 
     def checker_of(self, structure: Structure, update: ExportedUpdate) -> Checker:
-        """The checker of the deltas of a structure; made once."""
+        """The engine that compares a structure's replays; made once, compiles in the background."""
         known = self._checker
         if known is None or known[0] is not structure or known[1] is not update:
-            checker = checker_of(structure, update, self._proves)
+            if update.pieces is not None:
+                checker: Checker = Sampling(structure, update, update.pieces, self._proves)
+            elif update.engine == "full":
+                checker = second_copy.Following(structure, update)
+            else:
+                checker = Identity(structure, update)
             known = self._checker = (structure, update, checker)
         return known[2]
 
@@ -454,15 +459,6 @@ def _refuse(step: int, _updates: Sequence[int]) -> Findings:
         "compare it with the state. The step is not saved; start all processes from one step, with "
         "the same options."
     )
-
-
-def checker_of(
-    structure: Structure, program: ExportedUpdate, proves: Callable[[], bool | None]
-) -> Checker:
-    """The engine that compares the replays of a structure; compiles in the background."""
-    if program.pieces is not None:
-        return Sampling(structure, program, program.pieces, proves)
-    return (second_copy.Following if program.engine == "full" else Identity)(structure, program)
 
 
 def _owned_by_others(snapshot: Snapshot, leaves: Collection[int]) -> frozenset[int]:

@@ -16,8 +16,7 @@ import jax
 import numpy as np
 
 from adacheck_jax.adapter.arguments import RestoreArgs
-from adacheck_jax.adapter.restoring.outcome import Restored
-from adacheck_jax.adapter.restoring.restorer import StepRestorer
+from adacheck_jax.adapter.restoring.restorer import Restored, StepRestorer
 from adacheck_jax.adapter.stock.base_checkpoint import StockCheckpoints
 from adacheck_jax.adapter.stock.descriptions import damaged_descriptions
 from adacheck_jax.device import transfer, trees

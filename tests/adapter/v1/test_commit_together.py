@@ -42,9 +42,9 @@ class Ends:
             self.commits.set()
 
         run: Any = SimpleNamespace(saves=SimpleNamespace(commit=commit))
-        begun: Any = SimpleNamespace(
-            exchange=processes.exchange(path), final=path, save=SimpleNamespace(is_base=True)
-        )
+        attempt = SimpleNamespace(exchange=processes.exchange(path))
+        save = SimpleNamespace(attempt=attempt, directory=path, is_base=True)
+        begun: Any = SimpleNamespace(save=save)
         directory: Any = SimpleNamespace(await_creation=created)
         return _Rest(run, directory, begun, [self.futures[processes.index]])
 
