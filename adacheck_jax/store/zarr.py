@@ -73,22 +73,24 @@ def _database(path: AnyPath, spec: Mapping[str, Any], context: ts.Context | None
 
 
 def array_in(
-    database: ts.KvStore, name: str, metadata: Any = None, **options: Any
+    database: ts.KvStore, name: str, metadata: Any, **options: Any
 ) -> ts.Future[ts.TensorStore]:
     """Opens a zarr3 array in a database; a missing chunk is an error.
 
     Args:
         database: the database.
         name: the array's name.
-        metadata: the array's metadata; None if they are not known.
-        options: options of ``tensorstore.open``.
+        metadata: the array's metadata.
+        options: options of ``tensorstore.open`` to write it; none to read it as the metadata tell,
+            whatever is stored of them.
     """
     spec = {
         "driver": "zarr3",
         "fill_missing_data_reads": False,
         "store_data_equal_to_fill_value": True,  # stock Orbax takes absence for loss
-        **({} if metadata is None else {"metadata": metadata}),
+        "metadata": metadata,
     }
+    options = options or {"open": True, "read": True, "assume_metadata": True}
     return ts.open(spec, kvstore=database / f"{name}/", **options)
 
 
