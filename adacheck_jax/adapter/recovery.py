@@ -146,7 +146,7 @@ def _users(leaf: Any, boxes: Mapping[Box, int]) -> Mapping[Box, Sequence[int]]:
     """The processes that need elements of each box."""
     if not isinstance(leaf, jax.ShapeDtypeStruct):
         return dict.fromkeys(boxes, (*range(jax.process_count()),))
-    needed = shared_reads.needed_by(leaf.sharding, leaf.shape)
+    needed = shared_reads.needed_by(leaf)
     return users_of(needed, leaf.shape, cuts_of(boxes, leaf.shape))
 
 

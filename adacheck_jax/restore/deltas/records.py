@@ -80,8 +80,7 @@ class Records:
         self._readers = [reader for reader in readers if reader.delta.has_update]
         self._wanted = [abstract_leaf(specs[i], shardings[i]) for i in update.consumed]
         self._dtypes = {n: np.dtype(wanted.dtype) for n, wanted in enumerate(self._wanted)}
-        targets = [(specs[i].shape, specs[i].itemsize_bytes, shardings[i]) for i in update.consumed]
-        members = shared_reads.members(targets, read_once, where, times=len(self._readers))
+        members = shared_reads.members(self._wanted, read_once, where, times=len(self._readers))
         self.are_shared, known = bool(members), dict[int, _Share]()
         with agreed() if members else ALONE():
             for each in self._readers:  # most of them are cut alike
@@ -95,13 +94,12 @@ class Records:
     def _share(self, reader: DeltaReader) -> _Share:
         """Boxes to read of a delta."""
         own, shared = list[tuple[int, Box]](), list[SharedPart]()
-        for n, (index, wanted) in enumerate(zip(self._update.consumed, self._wanted, strict=True)):
-            leaf, target, parts = reader.leaves[index], wanted.sharding, list[SharedPart]()
-            if self.are_shared:
-                given = n, leaf.shape, target, leaf.itemsize_bytes, leaf.cuts
-                shared += (parts := shared_reads.shared_parts(*given))
-            boxes = transfer.boxes_here(leaf.shape, target)
-            own += [(n, box) for box in shared_reads.own_boxes(boxes, leaf.cuts, parts)]
+        for n, (index, target) in enumerate(zip(self._update.consumed, self._wanted, strict=True)):
+            cuts = reader.leaves[index].cuts
+            parts = shared_reads.shared_parts(n, target, cuts) if self.are_shared else []
+            shared += parts
+            boxes = transfer.boxes_here(target.shape, target.sharding)
+            own += [(n, box) for box in shared_reads.own_boxes(boxes, cuts, parts)]
         return _Share(own, shared_reads.plan(shared))
 
     @contextlib.contextmanager
