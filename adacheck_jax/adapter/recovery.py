@@ -30,12 +30,7 @@ from adacheck_jax.restore.deltas.patches import put_in_place
 from adacheck_jax.restore.deltas.records import Consumed
 from adacheck_jax.restore.progress import Progress
 from adacheck_jax.restore.replay import Replay
-from adacheck_jax.restore.shared_reads import (
-    SharedPart,
-    SharedReads,
-    put_together,
-    users_of,
-)
+from adacheck_jax.restore.shared_reads import SharedPart, SharedReads, users_of
 from adacheck_jax.store.storage.location import AnyPath
 from adacheck_jax.update import exported_program
 
@@ -108,13 +103,13 @@ class Delivery:
 
         See :data:`~adacheck_jax.memory.together.Deliver`.
         """
-        process, parts = jax.process_index(), dict[int, list[tuple[Box, np.ndarray]]]()
+        process, blocks = jax.process_index(), dict[tuple[int, Box], np.ndarray]()
         pieces = list[tuple[SharedPart, int]]()
         for i, of_box in givers.items():
             users = _users(abstract[i], of_box)
             for box, giver in of_box.items():
                 if giver == process:
-                    parts.setdefault(i, []).append((box, own[i][box]))
+                    blocks[i, box] = own[i][box]
                 if process in users[box] and box not in own.get(i, ()):
                     self.source = "memory of others"
                 if others := {*users[box]} - {giver}:
@@ -124,7 +119,7 @@ class Delivery:
         groups = batches([part.nbytes for part, _ in pieces], _BATCH_BYTES)
         exchanges = [shared_reads.exchanges(pieces[each.start : each.stop]) for each in groups]
         if not exchanges:
-            return lambda i, box: put_together(box, parts[i])
+            return shared_reads.elements_of(blocks)
         dtypes = {i: np.dtype(leaf.dtype) for i, leaf in enumerate(abstract)}
 
         def read(wanted: Sequence[tuple[int, Box, np.ndarray]]) -> Sequence[Any]:
@@ -135,11 +130,9 @@ class Delivery:
         ready()
         reads = SharedReads((*range(jax.process_count()),), self._root, exchanges)
         for batch in exchanges:
-            received = reads.finish(shared_reads.begin(batch, dtypes, read))
-            for (i, box), block in received.items():
-                if givers[i][box] != process:
-                    parts.setdefault(i, []).append((box, block))
-        return lambda i, box: put_together(box, parts[i])
+            # Of its own the memory that it has anyway.
+            blocks = reads.finish(shared_reads.begin(batch, dtypes, read)) | blocks
+        return shared_reads.elements_of(blocks)
 
 
 def _users(leaf: Any, boxes: Mapping[Box, int]) -> Mapping[Box, Sequence[int]]:

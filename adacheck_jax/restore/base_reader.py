@@ -19,12 +19,12 @@ from adacheck_jax.restore import shared_reads
 from adacheck_jax.restore.agreed import ALONE, Agreed
 from adacheck_jax.restore.progress import Progress
 from adacheck_jax.restore.shared_reads import (
+    Blocks,
     OwnShare,
     ReadOnce,
     SharedPart,
     SharedReads,
     ShareExchange,
-    put_together,
 )
 from adacheck_jax.store import host_memory, volume_reader, zarr
 from adacheck_jax.store.storage.location import AnyPath
@@ -83,10 +83,6 @@ def read(
     return result
 
 
-_Parts = dict[int, list[tuple[Box, np.ndarray]]]
-"""Boxes with their elements, by position of the array."""
-
-
 class _Arrays:
     """The arrays of one read, opened, and a plan who reads what of each batch.
 
@@ -123,10 +119,10 @@ class _Arrays:
         chunk_shape = volume_reader.chunk_shape_of(self._stores[position])
         return volume_reader.chunk_cuts(self._targets[position].shape, chunk_shape)
 
-    def begin(self, number: int) -> tuple[_Parts, OwnShare]:
+    def begin(self, number: int) -> tuple[Blocks, OwnShare]:
         """Begin to read a batch: what this process needs alone, and its share of the rest."""
         batch, stores = self.batches[number], self._stores
-        parts: _Parts = {i: [] for i in batch}
+        own: Blocks = {}
 
         def read(wanted: Sequence[tuple[int, Box, np.ndarray]]) -> list[Any]:
             futures = [
@@ -141,31 +137,25 @@ class _Arrays:
                 else:
                     boxes = _merged(boxes)
                 for box in boxes:
-                    data, future = host_memory.begin_read(stores[i][(*box.slices, ...)])
-                    parts[i].append((box, data))
+                    own[i, box], future = host_memory.begin_read(stores[i][(*box.slices, ...)])
                     futures.append(future)
             return futures
 
         dtypes = {i: stores[i].dtype.numpy_dtype for i in batch}
-        return parts, shared_reads.begin(self.plans[number], dtypes, read)
+        return own, shared_reads.begin(self.plans[number], dtypes, read)
 
-    def placed(
-        self, number: int, parts: _Parts, share: OwnShare, together: SharedReads
-    ) -> list[Any]:
+    def placed(self, number: int, own: Blocks, share: OwnShare, together: SharedReads) -> list[Any]:
         """Arrays of a batch, once all of it is read; collective if processes read together."""
-        for (i, box), data in together.finish(share).items():
-            parts[i].append((box, data))
-        batch = self.batches[number]
-        result = {i: parts[i][0][1] for i in batch if self._targets[i].sharding is None}
-        on_devices = [i for i in batch if i not in result]
-        targets = [self._targets[i].update(dtype=share.dtypes[i]) for i in on_devices]
+        read = shared_reads.elements_of(own | together.finish(share))
+        targets = {i: self._targets[i].update(dtype=share.dtypes[i]) for i in self.batches[number]}
+        on_devices = [i for i, each in targets.items() if each.sharding is not None]
         placed = transfer.place_all(
-            targets,
-            lambda n, box: put_together(box, parts[on_devices[n]]),
+            [targets[i] for i in on_devices],
+            lambda n, box: read(on_devices[n], box),
             is_donated=self._is_donated,
         )
-        result |= dict(zip(on_devices, placed, strict=True))
-        return [result[i] for i in batch]
+        known = dict(zip(on_devices, placed, strict=True))
+        return [known[i] if i in known else read(i, Box.full(x.shape)) for i, x in targets.items()]
 
 
 def _most_bytes(target: jax.ShapeDtypeStruct) -> int:

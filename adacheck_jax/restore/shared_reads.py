@@ -172,6 +172,14 @@ def shared_parts(array: int, target: jax.ShapeDtypeStruct, cuts: Cuts) -> list[S
     ]
 
 
+def elements_of(blocks: Blocks) -> Callable[[int, Box], np.ndarray]:
+    """Function from the position of an array and a box to the elements, which blocks cover."""
+    parts: dict[int, list[tuple[Box, np.ndarray]]] = {}
+    for (i, box), data in blocks.items():
+        parts.setdefault(i, []).append((box, data))
+    return lambda i, box: put_together(box, parts[i])
+
+
 def put_together(box: Box, parts: Sequence[tuple[Box, np.ndarray]]) -> np.ndarray:
     """Elements of a box, from parts that cover it: a view of one, or a copy of several."""
     for around, data in parts:

@@ -162,9 +162,4 @@ class Records:
         }
 
     def _placed(self, blocks: Blocks) -> Consumed:
-        parts: dict[int, list[tuple[Box, np.ndarray]]] = {}
-        for (n, box), data in blocks.items():
-            parts.setdefault(n, []).append((box, data))
-        return transfer.place_all(
-            self._wanted, lambda n, box: shared_reads.put_together(box, parts[n])
-        )
+        return transfer.place_all(self._wanted, shared_reads.elements_of(blocks))
