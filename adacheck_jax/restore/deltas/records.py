@@ -57,7 +57,7 @@ class Records:
         shardings: the shardings for replay, by leaf index.
         read_once: as for :func:`~adacheck_jax.restore.base_reader.read`.
         where: directory of the base, for messages.
-        checked: as for :meth:`DeltaReader.read_many`; what processes exchange is always checked.
+        checked: as for :meth:`DeltaReader.read`; what processes exchange is always checked.
         agreed: agreement of the processes.
 
     Attributes:
@@ -153,7 +153,7 @@ class Records:
         consumed = self._update.consumed
         of_updates = self._update.consumed_by(reader.delta.updates)
         stored = [each for each in wanted if consumed[each[0]] in of_updates]
-        read = reader.read_many([(consumed[n], box) for n, box in stored], checked=self._checked)
+        read = reader.read([(consumed[n], box) for n, box in stored], checked=self._checked)
         data = dict(zip(stored, read, strict=True))
         return data | {
             (n, box): np.zeros(box.shape, self._dtypes[n])
