@@ -52,7 +52,8 @@ class PackArray:
         # A chunk is read whole, and a crafted chain of codecs may make much out of little: only
         # sizes and codecs that are written are accepted.
         (self._chunk_bytes,) = volume_reader.chunk_shape_of(self._store)
-        known = [zarr.names(zarr.chain(c)) for c in (zarr.CODECS if kind.is_compressed else [None])]
+        codecs = zarr.CODECS.values()
+        known = [zarr.names(zarr.chain(c)) for c in codecs if kind.is_compressed == (c is not None)]
         if not 0 < self._chunk_bytes <= kind.max_chunk_bytes or names not in known:
             chunks = f"chunks of at most {kind.max_chunk_bytes} bytes in the codecs {known}"
             raise _damaged(start, chunks, f"{self._chunk_bytes} in {names}")
