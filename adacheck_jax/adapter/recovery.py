@@ -25,7 +25,7 @@ from adacheck_jax.memory.files.step_file import FoundFile, Recorded
 from adacheck_jax.processes.meetings import Exchange
 from adacheck_jax.processes.messages import Report
 from adacheck_jax.restore import compiled_update, shared_reads, working_set
-from adacheck_jax.restore.compiled_update import Shardings, abstract_leaf
+from adacheck_jax.restore.compiled_update import Shardings
 from adacheck_jax.restore.deltas.patches import put_in_place
 from adacheck_jax.restore.deltas.records import Consumed
 from adacheck_jax.restore.progress import Progress
@@ -201,7 +201,7 @@ def _consumed(
     readers: Sequence[_Reader], update: Update, specs: Sequence[Leaf], shardings: Shardings
 ) -> Iterator[Consumed]:
     """Record and state that each update consumes, on the shardings for replay; one placed ahead."""
-    wanted = [abstract_leaf(specs[i], shardings[i]) for i in update.consumed]
+    wanted = [working_set.abstract_leaf(specs[i], shardings[i]) for i in update.consumed]
 
     def placed(reader: _Reader) -> Consumed:
         own = update.consumed_by(reader.delta.updates)

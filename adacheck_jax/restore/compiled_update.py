@@ -10,14 +10,13 @@ from typing import Any
 
 import jax
 import jax.export
-import jax.numpy as jnp
 
 from adacheck_jax.device.background import in_background
 from adacheck_jax.device.trees import is_narrow
 from adacheck_jax.errors import AdaCheckError, FormatError, unreadable
 from adacheck_jax.format.manifest import Leaf, Update
 from adacheck_jax.restore.progress import Progress
-from adacheck_jax.restore.working_set import replay_shardings
+from adacheck_jax.restore.working_set import abstract_leaf, replay_shardings
 from adacheck_jax.store.steps import manifest_file
 from adacheck_jax.store.steps.lineage import Lineage
 from adacheck_jax.store.storage.location import AnyPath, at
@@ -107,14 +106,6 @@ class CompiledUpdates:
                 lambda: compiled(loading.result(), update, specs, shardings, where)
             )
         return self._compiled[key]
-
-
-def abstract_leaf(spec: Leaf, sharding: Any) -> jax.ShapeDtypeStruct:
-    """A leaf that is not read, or not yet; a host value if its placement is no sharding."""
-    on_devices = isinstance(sharding, jax.sharding.Sharding)
-    return jax.ShapeDtypeStruct(
-        spec.shape, jnp.dtype(spec.dtype), sharding=sharding if on_devices else None
-    )
 
 
 _Loaded = jax.export.Exported | UpdateFunction

@@ -41,8 +41,8 @@ from adacheck_jax.format import manifest as manifests
 from adacheck_jax.format.manifest import Leaf
 from adacheck_jax.restore import base_reader
 from adacheck_jax.restore.agreed import ALONE, Agreed
-from adacheck_jax.restore.compiled_update import abstract_leaf
 from adacheck_jax.restore.shared_reads import ReadOnce
+from adacheck_jax.restore.working_set import abstract_leaf
 from adacheck_jax.schemes import SCHEMES, scheme_of
 from adacheck_jax.store.storage.location import AnyPath, at, expect_client, located
 

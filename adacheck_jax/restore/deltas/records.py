@@ -17,7 +17,7 @@ from adacheck_jax.format.boxes import Box
 from adacheck_jax.format.manifest import Leaf, Update
 from adacheck_jax.restore import shared_reads
 from adacheck_jax.restore.agreed import ALONE, Agreed
-from adacheck_jax.restore.compiled_update import Shardings, abstract_leaf
+from adacheck_jax.restore.compiled_update import Shardings
 from adacheck_jax.restore.deltas.delta_reader import DeltaReader
 from adacheck_jax.restore.shared_reads import (
     Blocks,
@@ -27,6 +27,7 @@ from adacheck_jax.restore.shared_reads import (
     SharedReads,
     ShareExchange,
 )
+from adacheck_jax.restore.working_set import abstract_leaf
 from adacheck_jax.store.storage.location import AnyPath
 
 _AHEAD_BYTES = 128 << 20
