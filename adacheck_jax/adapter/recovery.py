@@ -25,17 +25,12 @@ from adacheck_jax.memory.files.step_file import FoundFile, Recorded
 from adacheck_jax.processes.meetings import Exchange
 from adacheck_jax.processes.messages import Report
 from adacheck_jax.restore import compiled_update, shared_reads, working_set
-from adacheck_jax.restore.compiled_update import Shardings, abstract_leaf
+from adacheck_jax.restore.compiled_update import Shardings
 from adacheck_jax.restore.deltas.patches import put_in_place
 from adacheck_jax.restore.deltas.records import Consumed
 from adacheck_jax.restore.progress import Progress
 from adacheck_jax.restore.replay import Replay
-from adacheck_jax.restore.shared_reads import (
-    SharedPart,
-    SharedReads,
-    put_together,
-    users_of,
-)
+from adacheck_jax.restore.shared_reads import SharedPart, SharedReads, users_of
 from adacheck_jax.store.storage.location import AnyPath
 from adacheck_jax.update import exported_program
 
@@ -108,13 +103,13 @@ class Delivery:
 
         See :data:`~adacheck_jax.memory.together.Deliver`.
         """
-        process, parts = jax.process_index(), dict[int, list[tuple[Box, np.ndarray]]]()
+        process, blocks = jax.process_index(), dict[tuple[int, Box], np.ndarray]()
         pieces = list[tuple[SharedPart, int]]()
         for i, of_box in givers.items():
             users = _users(abstract[i], of_box)
             for box, giver in of_box.items():
                 if giver == process:
-                    parts.setdefault(i, []).append((box, own[i][box]))
+                    blocks[i, box] = own[i][box]
                 if process in users[box] and box not in own.get(i, ()):
                     self.source = "memory of others"
                 if others := {*users[box]} - {giver}:
@@ -124,7 +119,7 @@ class Delivery:
         groups = batches([part.nbytes for part, _ in pieces], _BATCH_BYTES)
         exchanges = [shared_reads.exchanges(pieces[each.start : each.stop]) for each in groups]
         if not exchanges:
-            return lambda i, box: put_together(box, parts[i])
+            return shared_reads.elements_of(blocks)
         dtypes = {i: np.dtype(leaf.dtype) for i, leaf in enumerate(abstract)}
 
         def read(wanted: Sequence[tuple[int, Box, np.ndarray]]) -> Sequence[Any]:
@@ -135,18 +130,16 @@ class Delivery:
         ready()
         reads = SharedReads((*range(jax.process_count()),), self._root, exchanges)
         for batch in exchanges:
-            received = reads.finish(shared_reads.begin(batch, dtypes, read))
-            for (i, box), block in received.items():
-                if givers[i][box] != process:
-                    parts.setdefault(i, []).append((box, block))
-        return lambda i, box: put_together(box, parts[i])
+            # Of its own the memory that it has anyway.
+            blocks = reads.finish(shared_reads.begin(batch, dtypes, read)) | blocks
+        return shared_reads.elements_of(blocks)
 
 
 def _users(leaf: Any, boxes: Mapping[Box, int]) -> Mapping[Box, Sequence[int]]:
     """The processes that need elements of each box."""
     if not isinstance(leaf, jax.ShapeDtypeStruct):
         return dict.fromkeys(boxes, (*range(jax.process_count()),))
-    needed = shared_reads.needed_by(leaf.sharding, leaf.shape)
+    needed = shared_reads.needed_by(leaf)
     return users_of(needed, leaf.shape, cuts_of(boxes, leaf.shape))
 
 
@@ -208,7 +201,7 @@ def _consumed(
     readers: Sequence[_Reader], update: Update, specs: Sequence[Leaf], shardings: Shardings
 ) -> Iterator[Consumed]:
     """Record and state that each update consumes, on the shardings for replay; one placed ahead."""
-    wanted = [abstract_leaf(specs[i], shardings[i]) for i in update.consumed]
+    wanted = [working_set.abstract_leaf(specs[i], shardings[i]) for i in update.consumed]
 
     def placed(reader: _Reader) -> Consumed:
         own = update.consumed_by(reader.delta.updates)

@@ -63,7 +63,7 @@ def sealed(manifest: Manifest, *, where: str) -> tuple[bytes, Manifest]:
         FormatError: readers would refuse them.
     """
     return read_back(
-        MANIFEST, lambda: encode(manifest)[0], lambda data: decode(data, where=where), where
+        MANIFEST, lambda: encode(manifest), lambda data: decode(data, where=where), where
     )
 
 
@@ -81,8 +81,8 @@ def read_back(
         ) from error
 
 
-def encode(manifest: Manifest) -> tuple[bytes, str]:
-    """Bytes of a manifest's file, and the checksum in it."""
+def encode(manifest: Manifest) -> bytes:
+    """Bytes of a manifest's file."""
     body = _fields(manifest)
     del body["checksum"]
     if isinstance(manifest, DeltaManifest):
@@ -90,13 +90,11 @@ def encode(manifest: Manifest) -> tuple[bytes, str]:
     return checksummed({"format": FORMAT_VERSION, "kind": manifest.kind, **body})
 
 
-def checksummed(body: Mapping[str, Any]) -> tuple[bytes, str]:
-    """Bytes of a JSON file with a checksum of all else in it, and the checksum."""
-    body = json.loads(
-        json.dumps(body, default=_shallow)
-    )  # the checksum is of what a reader sees: keys are texts
-    checksum = checksum_of(body)
-    return _json_bytes({**body, "checksum": checksum}), checksum
+def checksummed(body: Mapping[str, Any]) -> bytes:
+    """Bytes of a JSON file with a checksum of all else in it."""
+    # The checksum is of what a reader sees: keys are texts.
+    body = json.loads(json.dumps(body, default=_shallow))
+    return _json_bytes({**body, "checksum": checksum_of(body)})
 
 
 def _fields(described: Manifest | Delta) -> dict[str, Any]:

@@ -185,7 +185,7 @@ def encode(record: Record) -> bytes:
             | {"grid": {"cuts": x.cuts, "owners": x.owners}}
             for x in record.leaves
         ]
-    return manifest_json.checksummed({"format": FORMAT_VERSION, "kind": kind, **body})[0]
+    return manifest_json.checksummed({"format": FORMAT_VERSION, "kind": kind, **body})
 
 
 def decode(data: bytes, kind: type[_T], where: object) -> _T:

@@ -6,9 +6,8 @@ other is needed to open them, and the bytes in flight to the devices are bounded
 
 from __future__ import annotations
 
-import math
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections import Counter
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import jax
@@ -20,12 +19,12 @@ from adacheck_jax.restore import shared_reads
 from adacheck_jax.restore.agreed import ALONE, Agreed
 from adacheck_jax.restore.progress import Progress
 from adacheck_jax.restore.shared_reads import (
+    Blocks,
     OwnShare,
     ReadOnce,
     SharedPart,
     SharedReads,
     ShareExchange,
-    put_together,
 )
 from adacheck_jax.store import host_memory, volume_reader, zarr
 from adacheck_jax.store.storage.location import AnyPath
@@ -38,37 +37,9 @@ _MAX_EXCESS = 1.25
 """Boxes are read as one box around them if its size is at most this multiple of theirs."""
 
 
-@dataclass(frozen=True, slots=True)
-class ReadRequest:
-    """An array of a base, and its target.
-
-    Attributes:
-        name: name of the array in the base's database.
-        shape: global shape.
-        itemsize_bytes: size of a stored element.
-        sharding: target sharding; None to read a numpy array.
-    """
-
-    name: str
-    shape: tuple[int, ...]
-    itemsize_bytes: int
-    sharding: jax.sharding.Sharding | None
-
-    @property
-    def nbytes(self) -> int:
-        """Bytes that the process needs which needs most: the same in all processes."""
-        if self.sharding is None:
-            return math.prod(self.shape) * self.itemsize_bytes
-        sizes: dict[int, int] = {}
-        for box, needing in shared_reads.needed_by(self.sharding, self.shape).items():
-            for process in needing:
-                sizes[process] = sizes.get(process, 0) + box.size
-        return max(sizes.values()) * self.itemsize_bytes
-
-
 def read(
     directory: AnyPath,
-    requests: Sequence[ReadRequest],
+    wanted: Mapping[str, jax.ShapeDtypeStruct],
     read_once: ReadOnce = None,
     agreed: Agreed = ALONE,
     *,
@@ -76,11 +47,12 @@ def read(
 ) -> list[Any]:
     """Read arrays; each process reads boxes that its devices need, or a share of them.
 
-    Collective if processes share the reading: all call it with the same requests.
+    Collective if processes share the reading: all call it with the same arrays.
 
     Args:
         directory: the base's directory.
-        requests: the arrays to read.
+        wanted: global shape, elements and target sharding of each array, by its name in the base's
+            database; a numpy array is read without a sharding.
         read_once: True to read each box in one process, also if others need it, and to exchange
             what was read; False to read in each process what it needs; None to decide by the
             storage and by bytes.
@@ -88,16 +60,15 @@ def read(
         is_donated: as for :func:`~adacheck_jax.device.transfer.place_all`.
 
     Returns:
-        A jax or numpy array for each request.
+        A jax or numpy array for each name.
 
     Raises:
         ValueError: an array is missing, damaged, or of another shape or type than was written.
         AdaCheckError: another process could not read its share.
     """
-    targets = [(each.shape, each.itemsize_bytes, each.sharding) for each in requests]
-    members = shared_reads.members(targets, read_once, directory)
+    members = shared_reads.members([*wanted.values()], read_once, directory)
     with agreed() if members else ALONE():
-        arrays = _Arrays(directory, requests, is_shared=bool(members), is_donated=is_donated)
+        arrays = _Arrays(directory, wanted, is_shared=bool(members), is_donated=is_donated)
     together = SharedReads(members, directory, arrays.plans)
     result: list[Any] = []
     numbers = range(len(arrays.batches))
@@ -112,10 +83,6 @@ def read(
     return result
 
 
-_Parts = dict[int, list[tuple[Box, np.ndarray]]]
-"""Boxes with their elements, by position of the array."""
-
-
 class _Arrays:
     """The arrays of one read, opened, and a plan who reads what of each batch.
 
@@ -128,21 +95,17 @@ class _Arrays:
     def __init__(
         self,
         directory: AnyPath,
-        requests: Sequence[ReadRequest],
+        wanted: Mapping[str, jax.ShapeDtypeStruct],
         *,
         is_shared: bool,
         is_donated: bool,
     ) -> None:
-        self._requests, self._is_donated = requests, is_donated
-        self._stores: list[Any] = volume_reader.opened(
-            zarr.database_in(directory), [x.name for x in requests]
-        )
+        self._targets, self._is_donated = [*wanted.values()], is_donated
+        self._stores: list[Any] = volume_reader.opened(zarr.database_in(directory), [*wanted])
         self._shared: dict[int, list[SharedPart]] = {}
-        sizes_bytes = self.sizes_bytes = [each.nbytes for each in requests]
-        for i, each in enumerate(requests if is_shared else ()):
-            parts = self._shared[i] = shared_reads.shared_parts(
-                i, each.shape, each.sharding, each.itemsize_bytes, self._cuts(i)
-            )
+        sizes_bytes = self.sizes_bytes = [_most_bytes(each) for each in self._targets]
+        for i, each in enumerate(self._targets if is_shared else ()):
+            parts = self._shared[i] = shared_reads.shared_parts(i, each, self._cuts(i))
             # Held whole, also where a piece is needed.
             sizes_bytes[i] = max(sizes_bytes[i], sum(part.nbytes for part in parts))
         self.batches = [*batches(sizes_bytes, _BATCH_BYTES)]
@@ -154,12 +117,12 @@ class _Arrays:
     def _cuts(self, position: int) -> Cuts:
         """Cut points between the chunks of an array."""
         chunk_shape = volume_reader.chunk_shape_of(self._stores[position])
-        return volume_reader.chunk_cuts(self._requests[position].shape, chunk_shape)
+        return volume_reader.chunk_cuts(self._targets[position].shape, chunk_shape)
 
-    def begin(self, number: int) -> tuple[_Parts, OwnShare]:
+    def begin(self, number: int) -> tuple[Blocks, OwnShare]:
         """Begin to read a batch: what this process needs alone, and its share of the rest."""
         batch, stores = self.batches[number], self._stores
-        parts: _Parts = {i: [] for i in batch}
+        own: Blocks = {}
 
         def read(wanted: Sequence[tuple[int, Box, np.ndarray]]) -> list[Any]:
             futures = [
@@ -167,42 +130,42 @@ class _Arrays:
                 for i, box, memory in wanted
             ]
             for i in batch:
-                boxes = transfer.boxes_here(self._requests[i].shape, self._requests[i].sharding)
+                boxes = transfer.boxes_here(self._targets[i].shape, self._targets[i].sharding)
                 # The box around them might reach into chunks that another process reads.
                 if shared := self._shared.get(i):
                     boxes = shared_reads.own_boxes(boxes, self._cuts(i), shared)
                 else:
                     boxes = _merged(boxes)
                 for box in boxes:
-                    data, future = host_memory.begin_read(stores[i][(*box.slices, ...)])
-                    parts[i].append((box, data))
+                    own[i, box], future = host_memory.begin_read(stores[i][(*box.slices, ...)])
                     futures.append(future)
             return futures
 
         dtypes = {i: stores[i].dtype.numpy_dtype for i in batch}
-        return parts, shared_reads.begin(self.plans[number], dtypes, read)
+        return own, shared_reads.begin(self.plans[number], dtypes, read)
 
-    def placed(
-        self, number: int, parts: _Parts, share: OwnShare, together: SharedReads
-    ) -> list[Any]:
+    def placed(self, number: int, own: Blocks, share: OwnShare, together: SharedReads) -> list[Any]:
         """Arrays of a batch, once all of it is read; collective if processes read together."""
-        for (i, box), data in together.finish(share).items():
-            parts[i].append((box, data))
-        batch = self.batches[number]
-        result = {i: parts[i][0][1] for i in batch if self._requests[i].sharding is None}
-        on_devices = [i for i in batch if i not in result]
-        targets = [
-            jax.ShapeDtypeStruct(each.shape, share.dtypes[i], sharding=each.sharding)
-            for i in on_devices
-            for each in (self._requests[i],)
-        ]
+        read = shared_reads.elements_of(own | together.finish(share))
+        targets = {i: self._targets[i].update(dtype=share.dtypes[i]) for i in self.batches[number]}
+        on_devices = [i for i, each in targets.items() if each.sharding is not None]
         placed = transfer.place_all(
-            targets,
-            lambda n, box: put_together(box, parts[on_devices[n]]),
+            [targets[i] for i in on_devices],
+            lambda n, box: read(on_devices[n], box),
             is_donated=self._is_donated,
         )
-        result |= dict(zip(on_devices, placed, strict=True))
-        return [result[i] for i in batch]
+        known = dict(zip(on_devices, placed, strict=True))
+        return [known[i] if i in known else read(i, Box.full(x.shape)) for i, x in targets.items()]
+
+
+def _most_bytes(target: jax.ShapeDtypeStruct) -> int:
+    """Bytes of an array that the process needs which needs most: the same in all processes."""
+    if target.sharding is None:
+        return target.size * target.dtype.itemsize
+    sizes = Counter[int]()
+    for box, needing in shared_reads.needed_by(target).items():
+        sizes.update(dict.fromkeys(needing, box.size))
+    return max(sizes.values()) * target.dtype.itemsize
 
 
 def _merged(boxes: list[Box]) -> list[Box]:

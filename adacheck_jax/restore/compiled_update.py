@@ -4,20 +4,19 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable, Hashable, Mapping, Sequence
+from collections.abc import Hashable, Mapping, Sequence
 from concurrent.futures import Future
 from typing import Any
 
 import jax
 import jax.export
-import jax.numpy as jnp
 
 from adacheck_jax.device.background import in_background
 from adacheck_jax.device.trees import is_narrow
 from adacheck_jax.errors import AdaCheckError, FormatError, unreadable
 from adacheck_jax.format.manifest import Leaf, Update
 from adacheck_jax.restore.progress import Progress
-from adacheck_jax.restore.working_set import replay_shardings
+from adacheck_jax.restore.working_set import abstract_leaf, replay_shardings
 from adacheck_jax.store.steps import manifest_file
 from adacheck_jax.store.steps.lineage import Lineage
 from adacheck_jax.store.storage.location import AnyPath, at
@@ -45,11 +44,10 @@ class CompiledUpdates:
         self,
         recorders: Recorders | None = None,
         params_path: str | Mapping[str, str] | None = None,
-        clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._recorders = recorders or {}
         self._params_path = params_path
-        self._clock, self.waited_s = clock, 0.0
+        self.waited_s = 0.0
         self._loaded: dict[str, Future[_Loaded]] = {}
         self._compiled: dict[tuple[Hashable, ...], Future[UpdateFunction]] = {}
 
@@ -78,7 +76,7 @@ class CompiledUpdates:
             FormatError: there is no update that can be read here.
             IntegrityError: the stored program is not the one that was written.
         """
-        begin_s, compiling = self._clock(), self._compiling(lineage, update, shardings)
+        begin_s, compiling = time.monotonic(), self._compiling(lineage, update, shardings)
         try:
             program = progress.compiled(compiling)
         except AdaCheckError:  # its file may be gone with the step's directory: another one has it
@@ -86,7 +84,7 @@ class CompiledUpdates:
             self._loaded.pop(checksum, None)
             self._compiled = {k: x for k, x in self._compiled.items() if k[0] != checksum}
             raise
-        self.waited_s += self._clock() - begin_s
+        self.waited_s += time.monotonic() - begin_s
         return program
 
     def _loading(self, lineage: Lineage, update: Update) -> Future[_Loaded]:
@@ -108,14 +106,6 @@ class CompiledUpdates:
                 lambda: compiled(loading.result(), update, specs, shardings, where)
             )
         return self._compiled[key]
-
-
-def abstract_leaf(spec: Leaf, sharding: Any) -> jax.ShapeDtypeStruct:
-    """A leaf that is not read, or not yet; a host value if its placement is no sharding."""
-    on_devices = isinstance(sharding, jax.sharding.Sharding)
-    return jax.ShapeDtypeStruct(
-        spec.shape, jnp.dtype(spec.dtype), sharding=sharding if on_devices else None
-    )
 
 
 _Loaded = jax.export.Exported | UpdateFunction

@@ -10,7 +10,6 @@ A share may be read on any thread; :class:`SharedReads` is collective, and used 
 from __future__ import annotations
 
 import hashlib
-import math
 from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -85,9 +84,9 @@ class ShareExchange:
     row_bytes: int
 
 
-def needed_by(sharding: jax.sharding.Sharding, shape: Sequence[int]) -> dict[Box, set[int]]:
-    """The processes that hold each box of an array."""
-    held = holders_of(sharding, tuple(shape))
+def needed_by(target: jax.ShapeDtypeStruct) -> dict[Box, set[int]]:
+    """The processes that hold each box of an array that has a sharding."""
+    held = holders_of(target.sharding, target.shape)
     return {box: {each.process for each in devices} for box, devices in held.items()}
 
 
@@ -161,22 +160,24 @@ def exchanges(dealt: Iterable[tuple[SharedPart, int]]) -> tuple[ShareExchange, .
     return tuple(made)
 
 
-def shared_parts(
-    array: int,
-    shape: tuple[int, ...],
-    sharding: jax.sharding.Sharding | None,
-    itemsize_bytes: int,
-    cuts: Cuts,
-) -> list[SharedPart]:
+def shared_parts(array: int, target: jax.ShapeDtypeStruct, cuts: Cuts) -> list[SharedPart]:
     """The stored parts of an array that devices of several processes need."""
-    if sharding is None or sharding.is_fully_addressable or not math.prod(shape):
+    if target.sharding is None or target.sharding.is_fully_addressable or not target.size:
         return []
-    needed = needed_by(sharding, shape)
+    needed = needed_by(target)
     return [
-        SharedPart(array, box, users, box.size * itemsize_bytes)
-        for box, users in users_of(needed, shape, cuts).items()
+        SharedPart(array, box, users, box.size * target.dtype.itemsize)
+        for box, users in users_of(needed, target.shape, cuts).items()
         if len(users) > 1
     ]
+
+
+def elements_of(blocks: Blocks) -> Callable[[int, Box], np.ndarray]:
+    """Function from the position of an array and a box to the elements, which blocks cover."""
+    parts: dict[int, list[tuple[Box, np.ndarray]]] = {}
+    for (i, box), data in blocks.items():
+        parts.setdefault(i, []).append((box, data))
+    return lambda i, box: put_together(box, parts[i])
 
 
 def put_together(box: Box, parts: Sequence[tuple[Box, np.ndarray]]) -> np.ndarray:
@@ -195,7 +196,7 @@ def put_together(box: Box, parts: Sequence[tuple[Box, np.ndarray]]) -> np.ndarra
 
 
 def members(
-    arrays: Iterable[tuple[tuple[int, ...], int, jax.sharding.Sharding | None]],
+    targets: Iterable[jax.ShapeDtypeStruct],
     choice: ReadOnce,
     where: AnyPath,
     *,
@@ -204,8 +205,7 @@ def members(
     """The processes that read together, ascending; none if this one reads for itself.
 
     Args:
-        arrays: shape, bytes of an element, and target sharding of each array; the same in all
-            processes.
+        targets: shape, elements and target sharding of each array; the same in all processes.
         choice: the caller's wish.
         where: directory that is read from.
         times: number of times that they are read.
@@ -213,13 +213,14 @@ def members(
     if not (at(where).spec()["driver"] != "file" if choice is None else choice):
         return ()
     found, saved_bytes = set[int](), 0
-    for shape, itemsize_bytes, sharding in arrays:
-        processes = {d.process_index for d in sharding.device_set} if sharding is not None else ()
-        if sharding is None or len(processes) < 2:
+    for each in targets:
+        devices = each.sharding.device_set if each.sharding is not None else ()
+        processes = {device.process_index for device in devices}
+        if len(processes) < 2:
             continue
-        found |= {*processes}
-        for box, needing in needed_by(sharding, shape).items():
-            saved_bytes += times * (len(needing) - 1) * box.size * itemsize_bytes
+        found |= processes
+        for box, needing in needed_by(each).items():
+            saved_bytes += times * (len(needing) - 1) * box.size * each.dtype.itemsize
     is_worthwhile = choice is not None or saved_bytes >= WORTHWHILE_BYTES * len(found)
     return tuple(sorted(found)) if is_worthwhile and jax.process_index() in found else ()
 

@@ -10,7 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from adacheck_jax.device import sharding, transfer
-from adacheck_jax.format.manifest import Update
+from adacheck_jax.format.manifest import Leaf, Update
 from adacheck_jax.update import program as update_program
 
 
@@ -68,6 +68,14 @@ def _shardings_of(
 
 def _plain(leaf: Any) -> Any:
     return transfer.raw(leaf) if transfer.is_key(leaf) else leaf
+
+
+def abstract_leaf(spec: Leaf, sharding: Any) -> jax.ShapeDtypeStruct:
+    """A leaf that is not read, or not yet; a host value if its placement is no sharding."""
+    on_devices = isinstance(sharding, jax.sharding.Sharding)
+    return jax.ShapeDtypeStruct(
+        spec.shape, jnp.dtype(spec.dtype), sharding=sharding if on_devices else None
+    )
 
 
 def is_abstract(leaf: Any) -> bool:

@@ -16,7 +16,7 @@ from adacheck_jax.store.sharing import Agree, Report
 from adacheck_jax.store.steps import folders
 from adacheck_jax.store.steps.lineage import Lineage
 from adacheck_jax.store.storage.location import AnyPath, at
-from adacheck_jax.store.zarr import Compression, codec_of
+from adacheck_jax.store.zarr import CODECS, Compression
 
 _MIN_COMPRESSED_BYTES = 1 << 12
 
@@ -134,7 +134,7 @@ class BaseWriter:
         dtype = np.dtype(name.dtype)
         blocks = {box: block.astype(dtype, copy=False) for box, block in blocks.items()}
         # The same for all processes that write chunks of the array.
-        codec = codec_of(self.compression) if leaf.nbytes >= _MIN_COMPRESSED_BYTES else None
+        codec = CODECS[self.compression] if leaf.nbytes >= _MIN_COMPRESSED_BYTES else None
         return volumes.ArrayPiece(name.name, leaf.shape, name.chunk_shape, blocks, codec)
 
 

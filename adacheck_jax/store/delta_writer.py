@@ -18,7 +18,7 @@ from adacheck_jax.store import equality
 from adacheck_jax.store.host_memory import ReusedMemory
 from adacheck_jax.store.packs import arrays, writer
 from adacheck_jax.store.storage.location import AnyPath
-from adacheck_jax.store.zarr import Codec, Compression, codec_of
+from adacheck_jax.store.zarr import CODECS, Codec, Compression
 
 _MIN_ALIAS_BYTES = 256
 """Smaller extents are cheaper to store than to alias."""
@@ -88,7 +88,7 @@ class DeltaWriter:
     @property
     def codec(self) -> Codec:
         """Codec of the compressed array; without a wish of the caller zstd, for differences."""
-        return codec_of(self.compression) or "zstd"
+        return CODECS[self.compression] or "zstd"
 
     def packed(self, process: int, process_count: int) -> Packed:
         """Chooses each leaf's encoding, and fills this process's section of its pack."""

@@ -60,7 +60,7 @@ def check_ancestors(ancestors: Lineage, stamp: Stamp | None, item_directory: Any
         if (
             not lost
             and marks.is_committed(Location(view, holders[-1].key))
-            and stamp in (None, manifest_file.stamp(parent.holder))
+            and stamp in (None, at(parent.manifest_path).stamp)
         ):
             return
     raise LineageError(
@@ -131,7 +131,7 @@ def _compacted(entry: LineageStep, directory: AnyPath, stamp: Stamp | None) -> B
     """The manifest of the base that took a delta's place in its own directory, if one did."""
     with contextlib.suppress(OSError, AdaCheckError):  # what is there is no base to begin at
         known = at(entry.manifest_path).stamp if entry.is_link else stamp
-        if manifest_file.stamp(directory) == known:
+        if at(directory / manifest_file.FILE).stamp == known:
             return None
         found = manifest_file.read(directory)
         if (

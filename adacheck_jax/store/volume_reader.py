@@ -95,8 +95,7 @@ def opened(database: ts.KvStore, names: Sequence[str]) -> list[ts.TensorStore]:
         if codecs not in zarr.CHAINS and described.shape:  # numbers of older bases were Orbax's
             known = sorted(zarr.CHAINS)
             raise ValueError(f"expected array {name} in one of {known}, found {codecs}")
-        options = {"open": True, "read": True, "assume_metadata": True}
-        opening.append(zarr.array_in(database, name, body, **options))
+        opening.append(zarr.array_in(database, name, body))
     return [each.result() for each in opening]
 
 

@@ -1,7 +1,7 @@
 """Zarr3 arrays: the databases that they lie in, their metadata, and chains of codecs.
 
 To add a codec: its name in :data:`Codec`, the caller's choice in :data:`Compression`, both in
-``_CODECS``, and its chain in :func:`chain` (a compressor that blosc has needs no more than its
+``CODECS``, and its chain in :func:`chain` (a compressor that blosc has needs no more than its
 name). What reads a root, compacts a base or checks options asks :data:`CHAINS` and these types. An
 older release refuses arrays in a codec that it does not know, by name.
 """
@@ -9,7 +9,7 @@ older release refuses arrays in a codec that it does not know, by name.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Any, Literal, get_args
+from typing import Any, Literal
 
 import tensorstore as ts
 
@@ -21,19 +21,13 @@ equal bits lie side by side; zstd, where bytes are planes already, by its entrop
 Compression = Literal["none", "fast", "small"]
 """The caller's choice: no codec, LZ4, or zstd."""
 
-CODECS: tuple[Codec, ...] = get_args(Codec)
-"""All codecs: what reads a root accepts these and no others."""
-_CODECS: dict[Compression, Codec | None] = {"none": None, "fast": "lz4", "small": "zstd"}
+CODECS: Mapping[Compression, Codec | None] = {"none": None, "fast": "lz4", "small": "zstd"}
+"""The codec of each choice, None for bytes as they are; readers of a root accept no others."""
 FILE_BYTES = 64 << 20
 """Larger packs and volumes become several files, which are written at the same time: a single file
 would be written as fast as one core copies."""
 _GAP_BYTES = 1 << 16
 """Unwanted bytes between two ranges that are read with them: a request takes as long."""
-
-
-def codec_of(compression: Compression) -> Codec | None:
-    """The codec that a caller chose; None for bytes as they are."""
-    return _CODECS[compression]
 
 
 def database_in(
@@ -73,22 +67,24 @@ def _database(path: AnyPath, spec: Mapping[str, Any], context: ts.Context | None
 
 
 def array_in(
-    database: ts.KvStore, name: str, metadata: Any = None, **options: Any
+    database: ts.KvStore, name: str, metadata: Any, **options: Any
 ) -> ts.Future[ts.TensorStore]:
     """Opens a zarr3 array in a database; a missing chunk is an error.
 
     Args:
         database: the database.
         name: the array's name.
-        metadata: the array's metadata; None if they are not known.
-        options: options of ``tensorstore.open``.
+        metadata: the array's metadata.
+        options: options of ``tensorstore.open`` to write it; none to read it as the metadata tell,
+            whatever is stored of them.
     """
     spec = {
         "driver": "zarr3",
         "fill_missing_data_reads": False,
         "store_data_equal_to_fill_value": True,  # stock Orbax takes absence for loss
-        **({} if metadata is None else {"metadata": metadata}),
+        "metadata": metadata,
     }
+    options = options or {"open": True, "read": True, "assume_metadata": True}
     return ts.open(spec, kvstore=database / f"{name}/", **options)
 
 
@@ -119,7 +115,7 @@ def names(codecs: list[dict[str, Any]]) -> tuple[str, ...]:
 
 CHAINS: Mapping[tuple[str, ...], Compression] = {
     names(chain(codec, word_bytes)): compression
-    for compression, codec in _CODECS.items()
+    for compression, codec in CODECS.items()
     for word_bytes in (1, 4)
 }
 """The caller's choice by the names of the codecs that it makes: all that arrays may have."""

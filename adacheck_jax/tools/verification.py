@@ -218,11 +218,11 @@ class Verifier:
             digest = identity.of_step(entry)
             known = self._known.get((look, digest))  # by another link to the same files, perhaps
             if known is None:
-                known = entry.start, _until_error(look(entry, lineage.base), entry)
+                known = str(entry.place), _until_error(look(entry, lineage.base), entry)
                 # What is deleted while it is read says nothing about other links to the files.
                 if not known[1] or identity.of_step(entry) == digest:
                     self._known[look, digest] = known
-            found += [_moved(each, known[0], entry.start) for each in known[1]]
+            found += [_moved(each, known[0], str(entry.place)) for each in known[1]]
         return found
 
     def _base_structure(self, entry: LineageStep, base: BaseManifest) -> Iterator[Damage]:

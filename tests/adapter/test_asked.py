@@ -248,9 +248,9 @@ def test_params_alone_read_nothing_else(step, monkeypatch):
     names: list[str] = []
     read = base_reader.read
 
-    def noted(directory: Any, requests: Any, *options: Any, **named: Any) -> Any:
-        names.extend(each.name for each in requests)
-        return read(directory, requests, *options, **named)
+    def noted(directory: Any, wanted: Any, *options: Any, **named: Any) -> Any:
+        names.extend(wanted)
+        return read(directory, wanted, *options, **named)
 
     monkeypatch.setattr(base_reader, "read", noted)
     support.restored(root, STEPS[kind], {"params": abstract(state["params"])}, partial_restore=True)

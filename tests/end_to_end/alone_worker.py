@@ -94,12 +94,12 @@ damaged, refused = IntegrityError("it is damaged here"), PermissionError(13, "no
 RESTORES = {
     "manifest": (lookup, "resolve", damaged),
     "base": (base_reader, "read", refused),
-    "delta": (DeltaReader, "read_many", damaged, 1),
-    "collective": (DeltaReader, "read_many", damaged, 1),
+    "delta": (DeltaReader, "read", damaged, 1),
+    "collective": (DeltaReader, "read", damaged, 1),
     "once": (descriptions, "damaged_descriptions", damaged),
     "bits": (reports, "info_of", damaged),
     "followed": (Resumer, "follow", MemoryError("too little here")),
-    "skipped": (DeltaReader, "read_many", damaged, 1),
+    "skipped": (DeltaReader, "read", damaged, 1),
 }
 
 

@@ -93,13 +93,11 @@ EXAMPLES = pytest.mark.parametrize(
     ids=["base", "delta", "run", "recut", "compacted"],
 )
 
+encode = manifest_json.encode
+
 
 def decode(data):
     return manifest_json.decode(data, where="manifest.json")
-
-
-def encode(manifest):
-    return manifest_json.encode(manifest)[0]
 
 
 def body_of(manifest):

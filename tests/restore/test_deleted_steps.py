@@ -326,7 +326,7 @@ def test_damage_stays_damage(linked, tmp_path):
     (item / manifest_file.FILE).unlink()
     with pytest.raises(FormatError):
         restore(root, run)
-    assert not deletion.is_deleted(item)
+    assert deletion.first_deleted([item]) is None
     shutil.rmtree(item)  # the step is there
     with pytest.raises(FormatError):
         restore(root, run)

@@ -204,12 +204,12 @@ def test_any_box_is_brought_to_the_new_bits_and_read_if_it_is_stored_by_itself(
             reader.patch(index, box, block)
             assert block.tobytes() == step.new[index][box.slices].tobytes(), (leaf, box)
             if is_whole:
-                found = reader.read(index, box)
+                (found,) = reader.read([(index, box)])
                 assert (found.dtype, found.shape) == (jnp.dtype(leaf.dtype), box.shape)
                 assert found.tobytes() == block.tobytes()
         if index in step.stored and not is_whole:
             with pytest.raises(IntegrityError, match=rf"{leaf.path}.*stored by itself"):
-                reader.read(index, Box.full(leaf.shape))
+                reader.read([(index, Box.full(leaf.shape))])
 
 
 @st.composite
@@ -330,7 +330,7 @@ def test_a_code_is_decoded_once_and_other_bytes_are_an_error(tmp_path, monkeypat
     boxes = [Box((start, 0), (start + 8, 8)) for start in range(0, 64, 8)]
     with monkeypatch.context() as patch:
         patch.setattr(codes, "decode", counted)
-        found = reader.read_many([(0, box) for box in boxes])
+        found = reader.read([(0, box) for box in boxes])
     assert sizes == [512]
     for box, block in zip(boxes, found, strict=True):
         assert block.tobytes() == step.new[0][box.slices].tobytes()
@@ -338,7 +338,7 @@ def test_a_code_is_decoded_once_and_other_bytes_are_an_error(tmp_path, monkeypat
     monkeypatch.setattr(codes, "encode", lambda block: other)
     reader = step.write(tmp_path / "1")
     message = r"expected a code of params/kernel.*unknown kind 9.*Restore another step"
-    for read in (lambda: reader.read(0, boxes[0]), reader.check):
+    for read in (lambda: reader.read([(0, boxes[0])]), reader.check):
         with pytest.raises(IntegrityError, match=message):
             read()
 

@@ -114,8 +114,13 @@ def test_who_reads_together(tmp_path, monkeypatch):
     boxes = {Box((0,), (8,)): [Holder(0, 0, "cpu"), Holder(1, 0, "cpu")]}
     monkeypatch.setattr(shared_reads, "holders_of", lambda sharding, shape: boxes)
     members = shared_reads.members
-    few: Any = [((8,), 1, both), ((8,), 1, other), ((8,), 1, None)]
-    large: Any = [((8,), shared_reads.WORTHWHILE_BYTES, both)]
+
+    def target(itemsize: int, sharding: Any) -> Any:
+        dtype = SimpleNamespace(itemsize=itemsize)
+        return SimpleNamespace(shape=(8,), dtype=dtype, sharding=sharding)
+
+    few = [target(1, each) for each in (both, other, None)]
+    large = [target(shared_reads.WORTHWHILE_BYTES, both)]
     assert members(large, None, remote) == (0, 1)
     assert members(few, None, remote) == ()
     assert members(few, None, remote, times=shared_reads.WORTHWHILE_BYTES) == (0, 1)

@@ -57,9 +57,9 @@ def test_a_record_is_read_where_it_is_newest(saved, monkeypatch, step, is_read):
     root, run, states = saved
     read, names = base_reader.read, list[str]()
 
-    def noted(directory, requests, *args, **options):
-        names.extend(each.name for each in requests)
-        return read(directory, requests, *args, **options)
+    def noted(directory, wanted, *args, **options):
+        names.extend(wanted)
+        return read(directory, wanted, *args, **options)
 
     monkeypatch.setattr(base_reader, "read", noted)
     support.assert_same_bits(restore(root, run, step), states[step])

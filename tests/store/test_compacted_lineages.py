@@ -104,7 +104,7 @@ def test_a_lineage_is_linked_from_its_newest_base_on(root, step):
 def test_a_parent_known_from_before_is_followed_in_its_new_form(root):
     save_steps(root, 12)
     known = lookup.resolve(root / "12")
-    stamp = manifest_file.stamp(root / "12")
+    stamp = at(root / "12" / manifest_file.FILE).stamp
     names = links.files_of(known.entries[-1])
     compact(root, 12)
     links.link_ancestors(known, root / "13", names, stamp)

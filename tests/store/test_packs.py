@@ -12,7 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from adacheck_jax.errors import FormatError, IntegrityError
-from adacheck_jax.store import zarr
+from adacheck_jax.store import volume_reader, zarr
 from adacheck_jax.store.packs.arrays import COMPRESSED, RAW, Runs, laid_out
 from adacheck_jax.store.packs.reader import PackArray, PackReader
 from adacheck_jax.store.packs.writer import write_pack
@@ -132,7 +132,7 @@ def test_whole_blocks_of_zeros_are_left_out_and_any_span_of_any_section_is_read(
     starts, length_bytes = laid_out(start, kind, sizes)
     assert [*starts, length_bytes] == np.cumsum([0, *(each.size for each in kept)]).tolist()
     if length_bytes:
-        store = zarr.array_in(zarr.database_at(start), kind.name, open=True).result()
+        (store,) = volume_reader.opened(zarr.database_at(start), [kind.name])
         assert np.array_equal(store.read().result(), np.concatenate(kept))
     else:
         assert not data_files(start.parent)

@@ -289,7 +289,7 @@ def test_a_volume_is_kept_for_what_is_the_same_if_that_is_half_of_it(data, tmp_p
     """What is taken out of a volume by a name brings along what lies below that name."""
     root = tmp_path_factory.mktemp("run")
     arrays, parts, same = {}, [], []
-    codec, *others = data.draw(st.permutations([None, *zarr.CODECS]))
+    codec, *others = data.draw(st.permutations([*zarr.CODECS.values()]))
     for name in ("a", "a/b", "c", "a.d", "ab"):
         shape, seed = data.draw(st.sampled_from([(40, 100), (80, 100)])), data.draw(seeds)
         arrays[name] = noise(*shape, seed=seed) if seed else np.zeros(shape, np.float32)

@@ -36,7 +36,7 @@ from adacheck_jax.format import byte_loops
 from adacheck_jax.format import manifest as manifests
 from adacheck_jax.restore import check, replay, working_set
 from adacheck_jax.restore.agreed import ALONE, Agreed
-from adacheck_jax.restore.compiled_update import CompiledUpdates, abstract_leaf
+from adacheck_jax.restore.compiled_update import CompiledUpdates
 from adacheck_jax.store import host_memory
 from adacheck_jax.store.steps import deletion, identity, lookup, roots
 from adacheck_jax.store.steps.lineage import Lineage
@@ -309,7 +309,9 @@ class StepRestorer:
         specs = lineage.base.leaves
         from_deltas = target.taken_from_deltas(lineage, wanted)
         abstract = {
-            x.path: abstract_leaf(x, wanted[x.path]) for x in specs if x.path in from_deltas
+            x.path: working_set.abstract_leaf(x, wanted[x.path])
+            for x in specs
+            if x.path in from_deltas
         }
         wanted |= dict.fromkeys(abstract)
         read = self._stock.read(
@@ -339,6 +341,6 @@ def _apart(lineage: Lineage, placements: Mapping[str, Any]) -> dict[str, Any]:
     update, specs = lineage.base.update, lineage.base.leaves
     if update is None or not lineage.replayed_count:
         return {}
-    leaves = [abstract_leaf(spec, placements[spec.path]) for spec in specs]
+    leaves = [working_set.abstract_leaf(spec, placements[spec.path]) for spec in specs]
     found = working_set.apart_shardings(leaves, update)
     return {specs[i].path: sharding for i, sharding in found.items()}

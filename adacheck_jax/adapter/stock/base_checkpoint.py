@@ -42,6 +42,7 @@ from adacheck_jax.format.manifest import Leaf
 from adacheck_jax.restore import base_reader
 from adacheck_jax.restore.agreed import ALONE, Agreed
 from adacheck_jax.restore.shared_reads import ReadOnce
+from adacheck_jax.restore.working_set import abstract_leaf
 from adacheck_jax.schemes import SCHEMES, scheme_of
 from adacheck_jax.store.storage.location import AnyPath, at, expect_client, located
 
@@ -195,7 +196,10 @@ class StockCheckpoints:
         found = _described(directory, stored, metadata_tree)
         read = {leaf.path: _empty(leaf, wanted[leaf.path]) for leaf in leaves if not leaf.nbytes}
         asked = {path: each for path, each in wanted.items() if path in found and each is not None}
-        arrays = [_request(stored[path], found[path], each) for path, each in asked.items()]
+        arrays = {
+            found[path].name: abstract_leaf(stored[path], None if is_number(found[path]) else each)
+            for path, each in asked.items()
+        }
         with _damage_named(directory):
             found_arrays = base_reader.read(
                 directory, arrays, read_once, agreed, is_donated=is_donated
@@ -321,11 +325,6 @@ def _empty(leaf: Leaf, wanted: Any) -> Any:
         abstract = jax.ShapeDtypeStruct(leaf.shape, array.dtype, sharding=wanted)
         array = transfer.place(abstract, lambda box: array[box.slices])
     return transfer.keys_of(array, leaf.key_type) if leaf.key_type else array
-
-
-def _request(leaf: Leaf, described: Any, wanted: Any) -> base_reader.ReadRequest:
-    place = None if wanted is np.ndarray or is_number(described) else wanted
-    return base_reader.ReadRequest(described.name, leaf.shape, leaf.itemsize_bytes, place)
 
 
 def _readable(wanted: Any) -> Any:

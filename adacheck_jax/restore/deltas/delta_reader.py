@@ -116,16 +116,40 @@ class DeltaReader:
             self.patch(index, extent.box, block)
             yield extent.box, block
 
-    def read(self, index: int, box: Box) -> np.ndarray:
-        """Read one box of a leaf that the delta stores whole.
+    def read(self, wanted: Sequence[tuple[int, Box]], *, checked: bool = True) -> list[np.ndarray]:
+        """Read boxes of leaves that the delta stores whole, most of them in few large pieces.
+
+        Args:
+            wanted: leaf indices and boxes.
+            checked: False if the caller verifies all that it makes of them, and calls
+                :meth:`check` if it is wrong: then checksums may be left unread.
 
         Returns:
-            The elements, which the caller must not change.
+            The elements of each box, which the caller must not change.
 
         Raises:
-            IntegrityError: stored bytes are damaged, or the leaf is not stored whole.
+            IntegrityError: stored bytes are damaged, or a leaf is not stored whole.
             FormatError: a pack is missing.
         """
+        found: dict[int, np.ndarray] = {}
+        for process, own in self._places(wanted).items():
+            pack, spans = self._pack(process, arrays.RAW), [span for _, span in own]
+            with contextlib.suppress(IntegrityError):  # _box_of() raises it with its path
+                read = pack.read(spans, what="some leaves", checked=checked)
+                for (n, _), data in zip(own, read, strict=True):
+                    index, box = wanted[n]
+                    found[n] = data.view(np.dtype(self.leaves[index].dtype)).reshape(box.shape)
+        rest = [each for n, each in enumerate(wanted) if n not in found]
+        boxes: dict[int, list[Box]] = {}
+        for index, box in rest:
+            boxes.setdefault(index, []).append(box)
+        with self.prefetched(boxes):
+            return [
+                found[n] if n in found else self._box_of(*each) for n, each in enumerate(wanted)
+            ]
+
+    def _box_of(self, index: int, box: Box) -> np.ndarray:
+        """One box of a leaf that the delta stores whole; the caller must not change it."""
         leaf = self.leaves[index]
         if not self.stores_whole(index):
             raise IntegrityError(
@@ -138,37 +162,6 @@ class DeltaReader:
         block = np.empty(box.shape, np.dtype(leaf.dtype))
         self.patch(index, box, block)
         return block
-
-    def read_many(
-        self, wanted: Sequence[tuple[int, Box]], *, checked: bool = True
-    ) -> list[np.ndarray]:
-        """Read boxes of leaves that the delta stores whole, most of them in few large pieces.
-
-        Args:
-            wanted: leaf indices and boxes.
-            checked: False if the caller verifies all that it makes of them, and calls
-                :meth:`check` if it is wrong: then checksums may be left unread.
-
-        Returns:
-            The elements of each box, which the caller must not change.
-
-        Raises:
-            IntegrityError, FormatError: as from :meth:`read`.
-        """
-        found: dict[int, np.ndarray] = {}
-        for process, own in self._places(wanted).items():
-            pack, spans = self._pack(process, arrays.RAW), [span for _, span in own]
-            with contextlib.suppress(IntegrityError):  # read() raises it with the leaf's path
-                read = pack.read(spans, what="some leaves", checked=checked)
-                for (n, _), data in zip(own, read, strict=True):
-                    index, box = wanted[n]
-                    found[n] = data.view(np.dtype(self.leaves[index].dtype)).reshape(box.shape)
-        rest = [each for n, each in enumerate(wanted) if n not in found]
-        boxes: dict[int, list[Box]] = {}
-        for index, box in rest:
-            boxes.setdefault(index, []).append(box)
-        with self.prefetched(boxes):
-            return [found[n] if n in found else self.read(*each) for n, each in enumerate(wanted)]
 
     def check(self) -> None:
         """Read all that the delta stores.
@@ -186,7 +179,7 @@ class DeltaReader:
         """Read all bytes of some boxes in few large pieces, and keep them inside the context.
 
         Raises:
-            FormatError: a pack is missing. Damaged bytes raise later, from :meth:`read`.
+            FormatError: a pack is missing. Damaged bytes raise later, from :meth:`patch`.
         """
         needed: dict[tuple[int, arrays.ArrayKind], pack_plan.Spans] = {}
         for index, boxes in wanted.items():
@@ -199,7 +192,7 @@ class DeltaReader:
         self._decoded = {}
         try:
             for reader, spans in readers:
-                with contextlib.suppress(IntegrityError):  # read() raises it with the leaf's path
+                with contextlib.suppress(IntegrityError):  # patch() raises it with the leaf's path
                     reader.hold(spans, what="the leaves that the update consumed")
             yield
         finally:

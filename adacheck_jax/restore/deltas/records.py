@@ -17,7 +17,7 @@ from adacheck_jax.format.boxes import Box
 from adacheck_jax.format.manifest import Leaf, Update
 from adacheck_jax.restore import shared_reads
 from adacheck_jax.restore.agreed import ALONE, Agreed
-from adacheck_jax.restore.compiled_update import Shardings, abstract_leaf
+from adacheck_jax.restore.compiled_update import Shardings
 from adacheck_jax.restore.deltas.delta_reader import DeltaReader
 from adacheck_jax.restore.shared_reads import (
     Blocks,
@@ -27,6 +27,7 @@ from adacheck_jax.restore.shared_reads import (
     SharedReads,
     ShareExchange,
 )
+from adacheck_jax.restore.working_set import abstract_leaf
 from adacheck_jax.store.storage.location import AnyPath
 
 _AHEAD_BYTES = 128 << 20
@@ -57,7 +58,7 @@ class Records:
         shardings: the shardings for replay, by leaf index.
         read_once: as for :func:`~adacheck_jax.restore.base_reader.read`.
         where: directory of the base, for messages.
-        checked: as for :meth:`DeltaReader.read_many`; what processes exchange is always checked.
+        checked: as for :meth:`DeltaReader.read`; what processes exchange is always checked.
         agreed: agreement of the processes.
 
     Attributes:
@@ -80,8 +81,7 @@ class Records:
         self._readers = [reader for reader in readers if reader.delta.has_update]
         self._wanted = [abstract_leaf(specs[i], shardings[i]) for i in update.consumed]
         self._dtypes = {n: np.dtype(wanted.dtype) for n, wanted in enumerate(self._wanted)}
-        targets = [(specs[i].shape, specs[i].itemsize_bytes, shardings[i]) for i in update.consumed]
-        members = shared_reads.members(targets, read_once, where, times=len(self._readers))
+        members = shared_reads.members(self._wanted, read_once, where, times=len(self._readers))
         self.are_shared, known = bool(members), dict[int, _Share]()
         with agreed() if members else ALONE():
             for each in self._readers:  # most of them are cut alike
@@ -95,13 +95,12 @@ class Records:
     def _share(self, reader: DeltaReader) -> _Share:
         """Boxes to read of a delta."""
         own, shared = list[tuple[int, Box]](), list[SharedPart]()
-        for n, (index, wanted) in enumerate(zip(self._update.consumed, self._wanted, strict=True)):
-            leaf, target, parts = reader.leaves[index], wanted.sharding, list[SharedPart]()
-            if self.are_shared:
-                given = n, leaf.shape, target, leaf.itemsize_bytes, leaf.cuts
-                shared += (parts := shared_reads.shared_parts(*given))
-            boxes = transfer.boxes_here(leaf.shape, target)
-            own += [(n, box) for box in shared_reads.own_boxes(boxes, leaf.cuts, parts)]
+        for n, (index, target) in enumerate(zip(self._update.consumed, self._wanted, strict=True)):
+            cuts = reader.leaves[index].cuts
+            parts = shared_reads.shared_parts(n, target, cuts) if self.are_shared else []
+            shared += parts
+            boxes = transfer.boxes_here(target.shape, target.sharding)
+            own += [(n, box) for box in shared_reads.own_boxes(boxes, cuts, parts)]
         return _Share(own, shared_reads.plan(shared))
 
     @contextlib.contextmanager
@@ -155,7 +154,7 @@ class Records:
         consumed = self._update.consumed
         of_updates = self._update.consumed_by(reader.delta.updates)
         stored = [each for each in wanted if consumed[each[0]] in of_updates]
-        read = reader.read_many([(consumed[n], box) for n, box in stored], checked=self._checked)
+        read = reader.read([(consumed[n], box) for n, box in stored], checked=self._checked)
         data = dict(zip(stored, read, strict=True))
         return data | {
             (n, box): np.zeros(box.shape, self._dtypes[n])
@@ -164,9 +163,4 @@ class Records:
         }
 
     def _placed(self, blocks: Blocks) -> Consumed:
-        parts: dict[int, list[tuple[Box, np.ndarray]]] = {}
-        for (n, box), data in blocks.items():
-            parts.setdefault(n, []).append((box, data))
-        return transfer.place_all(
-            self._wanted, lambda n, box: shared_reads.put_together(box, parts[n])
-        )
+        return transfer.place_all(self._wanted, shared_reads.elements_of(blocks))

@@ -168,7 +168,7 @@ class Backlog:
         save = self._line.save
         if save is None or save.committed is None or at(save.directory).on_file_system:
             return {}
-        data, _ = manifest_json.encode(save.committed.manifest)
+        data = manifest_json.encode(save.committed.manifest)
         return {"number": save.number, "manifest": data.decode()}
 
     def learn(self, report: Report) -> None:

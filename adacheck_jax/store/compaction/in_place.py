@@ -167,7 +167,7 @@ def _stamp(directory: Location, delta: DeltaManifest) -> Stamp:
     marks.refuse_uncommitted(directory)
     found = manifest_file.read(directory)
     if found.checksum == delta.checksum:
-        return manifest_file.stamp(directory)
+        return (directory / manifest_file.FILE).stamp
     if isinstance(found, BaseManifest) and found.saved_checksum == delta.checksum:
         raise LineageError(
             f"{directory}: expected a delta, found that step {found.step} is a base already. "

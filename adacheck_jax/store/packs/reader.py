@@ -8,7 +8,6 @@ from collections.abc import Iterator, Sequence
 from typing import Any
 
 import numpy as np
-import tensorstore as ts
 
 from adacheck_jax.errors import FormatError, IntegrityError, first_line, unreadable
 from adacheck_jax.store import host_memory, volume_reader, zarr
@@ -43,7 +42,7 @@ class PackArray:
             self._database = zarr.database_at(start)
             (metadata,) = volume_reader.stored_metadata(self._database, [kind.name])
             names = zarr.names(metadata["codecs"])
-            self._store = self._opened(metadata)
+            self._store = zarr.array_in(self._database, kind.name, metadata).result()
         except Exception as error:
             why = f"none that can be opened ({first_line(error)})"
             raise unreadable(start, error) or _damaged(start, pack, why) from error
@@ -53,7 +52,8 @@ class PackArray:
         # A chunk is read whole, and a crafted chain of codecs may make much out of little: only
         # sizes and codecs that are written are accepted.
         (self._chunk_bytes,) = volume_reader.chunk_shape_of(self._store)
-        known = [zarr.names(zarr.chain(c)) for c in (zarr.CODECS if kind.is_compressed else [None])]
+        codecs = zarr.CODECS.values()
+        known = [zarr.names(zarr.chain(c)) for c in codecs if kind.is_compressed == (c is not None)]
         if not 0 < self._chunk_bytes <= kind.max_chunk_bytes or names not in known:
             chunks = f"chunks of at most {kind.max_chunk_bytes} bytes in the codecs {known}"
             raise _damaged(start, chunks, f"{self._chunk_bytes} in {names}")
@@ -107,12 +107,8 @@ class PackArray:
         count = -(-self.stored_bytes // self._chunk_bytes)
         chunk_bytes = self._chunk_bytes + _CHECKSUM_BYTES
         codecs = [{"name": "bytes"}]
-        return self._opened(zarr.metadata("uint8", [count * chunk_bytes], [chunk_bytes], codecs))
-
-    def _opened(self, metadata: Any) -> ts.TensorStore:
-        """The array as metadata tell it, whatever is stored of them."""
-        options = {"open": True, "read": True, "assume_metadata": True}
-        return zarr.array_in(self._database, self.kind.name, metadata, **options).result()
+        metadata = zarr.metadata("uint8", [count * chunk_bytes], [chunk_bytes], codecs)
+        return zarr.array_in(self._database, self.kind.name, metadata).result()
 
 
 def _damaged(start: AnyPath, expected: str, found: str) -> FormatError:

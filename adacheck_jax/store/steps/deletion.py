@@ -82,20 +82,11 @@ def is_emptied(step: AnyPath) -> bool:
     return False
 
 
-def is_deleted(item_directory: AnyPath) -> bool:
-    """True if a step is gone, or goes while this looks: for half a second after the last change.
-
-    Args:
-        item_directory: its item directory, not in a view that was listed before.
-    """
-    return first_deleted([item_directory]) is not None
-
-
 def first_deleted(directories: Sequence[AnyPath], still_s: float = _STILL_S) -> AnyPath | None:
     """The first of some steps that is gone, or goes while this looks.
 
     Args:
-        directories: their item directories.
+        directories: their item directories, not in a view that was listed before.
         still_s: time after which a step stays that has not changed.
     """
     before, since_s, looks = None, time.monotonic(), 0

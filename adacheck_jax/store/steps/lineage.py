@@ -79,15 +79,8 @@ class LineageStep:
         return self.holder / LINEAGE / str(self.manifest.step) if self.is_link else self.holder
 
     @property
-    def start(self) -> str:
-        """Beginning of the paths of the step's files, and of no other step's."""
-        if isinstance(self.manifest, BaseManifest):
-            return str(self.directory)
-        return str(self.path(DELTA)).removesuffix(DELTA)
-
-    @property
     def place(self) -> AnyPath:
-        """Path for messages."""
+        """Path for messages: the beginning of those of its arrays, and of no other step's."""
         return self.directory if isinstance(self.manifest, BaseManifest) else self.path(DELTA)
 
     @property

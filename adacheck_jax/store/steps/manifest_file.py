@@ -97,15 +97,6 @@ def remembering() -> Callable[[AnyPath], Manifest]:
     return read
 
 
-def stamp(item_directory: AnyPath) -> Stamp:
-    """Identity of a manifest file: equal if it is still the same file.
-
-    Raises:
-        OSError: there is no manifest.
-    """
-    return at(item_directory / FILE).stamp
-
-
 def write(
     item_directory: AnyPath, manifest: Manifest, claim: Stamp | None = None
 ) -> tuple[Manifest, Stamp]:

@@ -78,7 +78,7 @@ def is_there(item_directory: AnyPath, stamp: Stamp | None) -> bool:
     Raises:
         OSError: there is no manifest.
     """
-    found = manifest_file.stamp(item_directory)
+    found = at(item_directory / manifest_file.FILE).stamp
     return is_committed(item_directory) and stamp in (None, found)
 
 

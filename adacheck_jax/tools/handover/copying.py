@@ -94,7 +94,7 @@ def _refused(
         why = "stock Orbax saved it: cp -r copies it, or a tool of the bucket"
         return CopiedStep(name, REFUSED, why)
     if error := next((step.error for step in steps if step.error), None):
-        if not root.on_file_system and deletion.is_deleted(root / name):  # the view is older
+        if not root.on_file_system and deletion.first_deleted([root / name]):  # the view is older
             return CopiedStep(name, DELETED)
         return CopiedStep(name, REFUSED, " ".join(str(error).split()))
     lineages = [step.lineage for step in steps if step.lineage]
