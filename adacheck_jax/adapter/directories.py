@@ -97,6 +97,7 @@ def root_path(root: AnyPath | str) -> epath.Path:
             is read otherwise in some places; no directory is, or can be, there; or the package is
             missing by which Orbax reaches a store.
         TypeError: it is no path.
+        ValueError: it is the directory of a step, in which a run would begin anew.
     """
     if not isinstance(root, str | os.PathLike | Location) or not str(root):
         raise TypeError(
@@ -113,6 +114,11 @@ def root_path(root: AnyPath | str) -> epath.Path:
         raise StorageError(
             f"{place}: expected a directory as the root, or nothing yet, but {why}. Nothing was "
             "made or read; give checkpoint_manager another root, or mend this one."
+        )
+    if at(place).on_file_system and at(place / STEP_METADATA).exists:
+        raise ValueError(
+            f"{place}: expected the root of steps, found the directory of a step. Nothing was made "
+            f"or read; give {Path(str(place)).parent}."
         )
     located(at(place).resolve())
     return epath.Path(str(place))

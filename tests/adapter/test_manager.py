@@ -386,6 +386,15 @@ def test_a_run_that_does_not_go_on_from_the_newest_step_is_told_once(tmp_path, r
     assert [x.split(": ")[1] for x in told()] == ["step 0 is not saved", "step 5 is not saved"]
 
 
+def test_a_step_is_no_root(tmp_path, run):
+    """A run that is resumed from there would find no steps, and begin anew."""
+    with adacheck.checkpoint_manager(tmp_path, run.recorder) as manager:
+        save_steps(manager, run, 1)
+    with pytest.raises(ValueError, match=f"found the directory of a step.*give {tmp_path}\\."):
+        adacheck.checkpoint_manager(tmp_path / "1", run.recorder)
+    assert [each.name for each in tmp_path.iterdir()] == ["1"]
+
+
 def test_steps_of_other_items_are_told_from_deleted_ones(tmp_path, run):
     """A loop that is told of a deletion restores the newest of those that are left."""
     items: dict[str, Any] = {"data": ocp.JsonCheckpointHandler()}
