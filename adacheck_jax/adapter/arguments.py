@@ -80,7 +80,8 @@ class RestoreArgs(ocp.args.CheckpointArgs):
             and logs each skipped step and the reason; ``handler.restored.step`` is the restored
             one. It may be a step without a directory of its own, held by the bad step's directory.
             In the place of a step that was deleted, before or while it was read, it restores the
-            newest of all others: retention deletes the oldest first.
+            newest of all others: retention deletes the oldest first. A step of other items stays an
+            error.
             Steps that stock Orbax saved are not among the older ones: nothing can verify them.
             False makes a bad step an error, because training should not restart from an older step
             unasked.

@@ -117,8 +117,8 @@ def root_path(root: AnyPath | str) -> epath.Path:
         )
     if at(place).on_file_system and at(place / STEP_METADATA).exists:
         raise ValueError(
-            f"{place}: expected the root of steps, found the directory of a step. Nothing was made "
-            f"or read; give {Path(str(place)).parent}."
+            f"{place}: expected the root of steps, found the directory of a step, or another "
+            "checkpoint. Nothing was made or read; give the directory that the steps lie in."
         )
     located(at(place).resolve())
     return epath.Path(str(place))

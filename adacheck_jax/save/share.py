@@ -25,12 +25,17 @@ from adacheck_jax.save.one_save import Agreed, Save
 from adacheck_jax.save.pending import Pending
 from adacheck_jax.store import claims, delta_writer, links
 from adacheck_jax.store.base_writer import ArrayLayout
-from adacheck_jax.store.steps import folders, manifest_file
+from adacheck_jax.store.steps import folders, manifest_file, roots
 from adacheck_jax.store.steps import lineage as lineages
+from adacheck_jax.store.steps.marks import FINALIZED, IN_PLACE
 from adacheck_jax.store.storage.location import AnyPath, at
 
 _SHARES = "shares"
 """Topic of the exchange about what each process wrote."""
+
+
+class _GivenUpError(AdaCheckError):
+    """A share is not written, since the save has failed already; that error is known."""
 
 
 def write(save: Save, directory: AnyPath, layout: ArrayLayout) -> None:
@@ -47,7 +52,8 @@ def write(save: Save, directory: AnyPath, layout: ArrayLayout) -> None:
         save.durable_s = save.clock()
         save.before_commit()
     except Exception as error:
-        save.error = save.error or error
+        if save.error is None or not isinstance(error, _GivenUpError):
+            save.error = error
         if save.is_kept:
             with contextlib.suppress(AdaCheckError):  # told to who asks if it is kept
                 save.detach()
@@ -70,7 +76,13 @@ def _agreed(save: Save, directory: AnyPath, layout: ArrayLayout) -> Agreed:
     try:
         with attempt.turn, storage_named(save.directory):
             if attempt.is_over:
-                raise AdaCheckError(f"step {save.own.step}: given up, since its save has failed")
+                raise _GivenUpError(f"step {save.own.step}: given up, since its save has failed")
+            if at(directory).on_file_system and roots.is_written_in_place(directory):
+                # Before any other file: it marks the directory as not committed (is_committed).
+                mark = at(directory / IN_PLACE)
+                mark.write(b"")
+                mark.sync()
+                at(directory / FINALIZED).delete()  # of an earlier save into the same directory
             with claims.writing(directory, process, attempt.token) as attempt.claim:
                 own = _write(save, directory, layout)
     except Exception as error:

@@ -72,7 +72,7 @@ class _Unchecked(Managed):
     """Saves deltas without a check, which a handler never does, to compare checks with."""
 
     def save(self, step: int, state: Any) -> None:
-        with mock.patch.object(planner, "checker_of", return_value=_Nothing()):
+        with mock.patch.object(planner.Planner, "checker_of", return_value=_Nothing()):
             super().save(step, state)
 
 

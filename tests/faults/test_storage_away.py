@@ -253,23 +253,33 @@ def test_a_base_is_written_again_too(point, first, tmp_path, monkeypatch):
     assert isinstance(manifest_of(tmp_path, first + 6), BaseManifest)
 
 
-def test_nothing_of_a_save_that_failed_is_written_once_it_is_made_again(tmp_path, monkeypatch):
-    """Orbax gives up at the first error, while other parts of the save are being written."""
-    begin, inner, write = threading.Event(), share._write, StockCheckpoints.write
-    strays = list[Path]()
+@pytest.fixture
+def another_part_fails(monkeypatch):
+    """Has a part of Orbax's of the first base be refused, once the share is being written."""
+    begun, write = threading.Event(), StockCheckpoints.write
 
     class Refused(ocp.Future):
         def result(self, timeout: float | None = None) -> Any:
-            assert begin.wait(60)
+            assert begun.wait(60)
             raise OSError(errno.EIO, "Input/output error")
 
     async def refusing(*args: Any) -> Any:
         futures, entries = await write(*args)
-        return ([Refused()] if not begin.is_set() else []) + futures, entries
+        return ([] if begun.is_set() else [Refused()]) + futures, entries
+
+    monkeypatch.setattr(StockCheckpoints, "write", refusing)
+    return begun
+
+
+def test_nothing_of_a_save_that_failed_is_written_once_it_is_made_again(
+    tmp_path, monkeypatch, another_part_fails
+):
+    """Orbax gives up at the first error, while other parts of the save are being written."""
+    inner, strays = share._write, list[Path]()
 
     def slow(save: Any, directory: Any, layout: Any) -> Any:
-        if not begin.is_set():
-            begin.set()
+        if not another_part_fails.is_set():
+            another_part_fails.set()
             for n in range(100):
                 time.sleep(0.01)
                 stray = Path(str(directory), f"stray-{n}")
@@ -278,7 +288,6 @@ def test_nothing_of_a_save_that_failed_is_written_once_it_is_made_again(tmp_path
         return inner(save, directory, layout)
 
     monkeypatch.setattr(share, "_write", slow)
-    monkeypatch.setattr(StockCheckpoints, "write", refusing)
     loop = Loop(tmp_path)
     with loop.manager as manager:
         loop.step()
@@ -288,6 +297,27 @@ def test_nothing_of_a_save_that_failed_is_written_once_it_is_made_again(tmp_path
         assert len(strays) == 100
         assert not [*tmp_path.rglob("stray-*")]
     assert loop.held().keys() == {1, 3}
+
+
+def test_a_save_that_another_part_refused_is_lost_if_its_share_is_wrong(
+    tmp_path, monkeypatch, another_part_fails
+):
+    """It would be wrong again: of what the share found out the refusal must not make a retry."""
+
+    def wrong(*_: Any) -> Any:
+        another_part_fails.set()
+        time.sleep(0.5)
+        raise claims.TakenError("expected one writer, found another")
+
+    monkeypatch.setattr(share, "_write", wrong)
+    loop = Loop(tmp_path)
+    with loop.manager as manager:
+        loop.step()
+        loop.until_failed()
+        with pytest.raises(OSError, match="Input/output") as raised:
+            manager.wait_until_finished()
+        assert "Step 1 is not saved." in raised.value.__notes__
+        assert not loop.kept
 
 
 @pytest.mark.slow

@@ -17,9 +17,7 @@ from adacheck_jax.processes.meetings import Exchange
 from adacheck_jax.save import share
 from adacheck_jax.save.one_save import Save
 from adacheck_jax.store.base_writer import ArrayLayout
-from adacheck_jax.store.steps import roots
-from adacheck_jax.store.steps.marks import FINALIZED, IN_PLACE
-from adacheck_jax.store.storage.location import AnyPath, at
+from adacheck_jax.store.storage.location import AnyPath
 
 MOMENT_S = 0.02
 """Longest time that the caller's thread has to itself, before a share is written."""
@@ -83,11 +81,5 @@ class ShareFuture(ocp.Future):
         until_s = time.monotonic() + MOMENT_S
         for each in signs:
             each.wait(max(until_s - time.monotonic(), 0.0))
-        if at(directory).on_file_system and roots.is_written_in_place(directory):
-            # Before any other file: it marks the directory as not committed (see is_committed).
-            mark = at(directory / IN_PLACE)
-            mark.write(b"")
-            mark.sync()
-            at(directory / FINALIZED).delete()  # of an earlier save into the same directory
         with jax_settings.own():  # set for this thread, so nothing may be awaited inside
             share.write(self._save, directory, layout)

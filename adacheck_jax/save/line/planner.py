@@ -16,9 +16,10 @@ from dataclasses import dataclass
 import jax
 import numpy as np
 
-from adacheck_jax.device import fingerprint, transfer
+from adacheck_jax.device import fingerprint, transfer, trees
 from adacheck_jax.device.trees import PyTree
 from adacheck_jax.errors import AdaCheckError, LineageError, ReplayError
+from adacheck_jax.format.manifest import Leaf
 from adacheck_jax.memory.shadow import ShadowThread
 from adacheck_jax.plan import save_plan, situation
 from adacheck_jax.plan.decision import Decision, replays, shown, unplanned
@@ -339,15 +340,8 @@ class Planner:
         Numbers that were asked for as Python's, as in the first state of a run, are taken as they
         were saved: the next state has them so again.
         """
-        leaves, treedef = jax.tree.flatten(state)
-        if len(leaves) == len(restored.leaves):
-            pairs = zip(leaves, restored.leaves, strict=True)
-            state = treedef.unflatten(
-                np.asarray(x, saved.dtype) if isinstance(x, bool | int | float) else x
-                for x, saved in pairs
-            )
         try:
-            snapshot = self.snapshots.take(state)
+            snapshot = self.snapshots.take(_as_saved(state, restored.leaves))
         except AdaCheckError as error:
             _log.info("The next save will be a base: %s", error)
             return None
@@ -438,6 +432,17 @@ class Planner:
             self.line.give_up(self.line.settled_count, str(error))
             return str(error)
         return ""
+
+
+def _as_saved(state: PyTree, saved: Sequence[Leaf]) -> PyTree:
+    """A restored state, its numbers in the types that they were saved in."""
+    named, treedef = trees.flatten(state)
+    if [*named] != [each.path for each in saved]:
+        return state
+    pairs = zip(named.values(), saved, strict=True)
+    return treedef.unflatten(
+        np.asarray(x, leaf.dtype) if isinstance(x, bool | int | float) else x for x, leaf in pairs
+    )
 
 
 def is_computed(snapshot: Snapshot) -> bool:
