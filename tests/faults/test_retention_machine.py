@@ -574,6 +574,7 @@ class RetentionInStore(RetentionOfReferences):
         top = located(f"{self.url}/{uuid.uuid4().hex}")
         self.place, self.away = top / "run", top / "outside"
         self.root, self.outside = (epath.Path(str(each)) for each in (self.place, self.away))
+        self.has_lost = False  # since the last save
 
     def start(self) -> None:
         # Nothing is renamed to be deleted, or deleted in the background.
@@ -590,6 +591,23 @@ class RetentionInStore(RetentionOfReferences):
     def remove(self, step: int) -> None:
         (self.place / str(step)).delete()
         object_stores.forget_listings()
+
+    def forget(self, step: int) -> None:
+        super().forget(step)
+        self.has_lost = True
+
+    def save_as(self, step: int, **options: Any) -> None:
+        """A save looks in the background at what it builds on, and fails where that has gone."""
+        has_lost, self.has_lost = self.has_lost, False
+        super().save_as(step, **options)
+        if has_lost:
+            try:
+                self.manager.wait_until_finished()
+            except LineageError as error:
+                if "was deleted or replaced" not in str(error):
+                    raise
+                self.disk.pop(step, None)
+                self.manager.reload()
 
     def put_away(self, step: int) -> None:
         (self.away / str(step)).delete()
