@@ -37,6 +37,7 @@ def test_a_change_of_place_costs_one_base(tmp_path, route, options):
     assert outcome.kinds == "".join(wanted)
 
 
+@pytest.mark.first(1, slow=4)
 @pytest.mark.parametrize("options", ["auto", "sample"])
 @pytest.mark.parametrize("is_small", [True, False])
 def test_some_leaves_on_other_devices_cost_no_step(tmp_path, is_small, options):

@@ -43,6 +43,7 @@ def test_several_updates_lie_between_two_saves(tmp_path, told, waits):
     assert "record_step" in message
 
 
+@pytest.mark.first(2, slow=4)
 @pytest.mark.parametrize(
     ("before", "after"),
     [

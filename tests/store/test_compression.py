@@ -92,7 +92,8 @@ def test_stock_orbax_reads_bases_whatever_the_codec_and_compressed_ones_are_smal
     assert max(sizes_bytes["small"], sizes_bytes["fast"]) < 0.9 * sizes_bytes["none"]
 
 
-@pytest.mark.parametrize("chosen", ["none", "fast", "small"])
+@pytest.mark.first(1, slow=3)
+@pytest.mark.parametrize("chosen", ["small", "fast", "none"])
 def test_a_base_that_follows_another_has_its_codecs(chosen, tmp_path):
     run = support.dict_run(support.mesh_of((1, 1)))
     handler = adacheck.AdaCheckHandler(run.recorder, compression=chosen)
