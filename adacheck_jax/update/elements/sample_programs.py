@@ -82,7 +82,11 @@ class SampledLeaf:
 
 
 class MeshSampler:
-    """The programs that sample some arrays on one mesh."""
+    """The programs that sample some arrays on one mesh.
+
+    Attributes:
+        parts: leaves of one data type whose elements come together; in all every leaf.
+    """
 
     def __init__(self, mesh: Mesh, leaves: Mapping[int, SampledLeaf], sites: Sites) -> None:
         self._mesh, self._devices = mesh, sites.devices
@@ -96,18 +100,17 @@ class MeshSampler:
                 by_dtype.setdefault(leaf.spec.dtype, []).append(i)
             else:
                 others[i] = leaf.kind
-        # Leaves of one data type whose elements come together, in all every leaf.
         # Wide elements come first, so that no element lies across a multiple of its width.
-        self._parts = [by_dtype[each] for each in sorted(by_dtype, key=lambda x: -x.itemsize)]
+        self.parts = [by_dtype[each] for each in sorted(by_dtype, key=lambda x: -x.itemsize)]
         self._programs: list[tuple[Sequence[int], _SampleProgram]] = []
-        if looped := [i for part in self._parts for i in part]:
+        if looped := [i for part in self.parts for i in part]:
             self._programs.append((looped, self._looping({i: leaves[i] for i in looped})))
         shared: dict[Any, _SampleProgram] = {}
         for chunk in _chunks(others):
             alike = tuple(others[i] for i in chunk)
             if alike not in shared:
                 shared[alike] = self._slicing([leaves[i] for i in chunk])
-            self._parts.append([*chunk])
+            self.parts.append([*chunk])
             self._programs.append((chunk, shared[alike]))
 
     def _looping(self, looped: Mapping[int, SampledLeaf]) -> _SampleProgram:
@@ -191,17 +194,14 @@ class MeshSampler:
             return rows
         return transfer.row_each(self._sharding, dict(zip(self._devices, rows, strict=True)))
 
-    def dispatch(
-        self, arrays: Sequence[Any], starts: Starts
-    ) -> Iterator[tuple[Sequence[int], Part]]:
-        """Start to take a sample; the leaves of each part, and what waits for their elements."""
+    def dispatch(self, arrays: Sequence[Any], starts: Starts) -> list[Part]:
+        """Start to take a sample; for each part what waits for its elements."""
         placed = self._placed(starts)
         outputs = [
             (program([arrays[i] for i in leaves], placed, table), cuts)
             for leaves, (program, table, cuts) in self._programs
         ]
-        parts = [part for each in outputs for part in self._parts_of(*each)]
-        return zip(self._parts, parts, strict=True)
+        return [part for each in outputs for part in self._parts_of(*each)]
 
     def _parts_of(self, output: Result, cuts: _Cuts) -> Iterator[Part]:
         """The rows of a result, in the order of the devices, on their way to the host."""

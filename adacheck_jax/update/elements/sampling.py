@@ -29,37 +29,52 @@ from adacheck_jax.update.elements.sample_programs import (
 from adacheck_jax.update.elements.sample_sites import Sites, Starts
 
 
+class _Places:
+    """The places of each leaf's elements in parts, where those of some lie one behind another."""
+
+    def __init__(self, parts: Iterable[Sequence[int]], sizes: Mapping[int, int]) -> None:
+        self._of: dict[int, tuple[int, int, int]] = {}
+        self._runs: dict[Role, list[list[int]]] = {}
+        for number, leaves in enumerate(parts):
+            start = 0
+            for i in leaves:
+                self._of[i] = (number, start, start + sizes[i])
+                start += sizes[i]
+
+    def runs(self, role: Role) -> list[list[int]]:
+        """Numbers of parts, and first and last elements, which together are those of a role."""
+        if role not in self._runs:
+            runs = self._runs[role] = list[list[int]]()
+            for number, start, stop in (self._of[i] for i in role):
+                if runs and runs[-1][0] == number and runs[-1][2] == start:
+                    runs[-1][2] = stop
+                else:
+                    runs.append([number, start, stop])
+        return self._runs[role]
+
+
 class Sample:
-    """A sample of a state, which may still be on its way to the host.
+    """A sample of a state, which may still be on its way to the host."""
 
-    Args:
-        starts: first sampled elements.
-        parts: leaves whose elements come together, one behind another.
-        sizes: number of elements of each leaf.
-    """
-
-    def __init__(
-        self,
-        starts: Starts,
-        parts: Iterable[tuple[Sequence[int], Part]],
-        sizes: Mapping[int, int],
-    ) -> None:
+    def __init__(self, starts: Starts, parts: Sequence[Part], places: _Places) -> None:
         self.starts = starts
-        self.parts, self._sizes = [*parts], sizes
+        self._parts, self._places = parts, places
 
     def vectors(self, roles: Iterable[Role]) -> Vectors:
         """Wait for the elements of the leaves of some roles, with a row a device."""
-        elements = dict[int, np.ndarray]()
-        for leaves, part in self.parts:
-            ends = np.cumsum([self._sizes[i] for i in leaves])
-            elements |= zip(leaves, np.split(part(), ends[:-1], axis=1), strict=True)
-        return {role: np.concatenate([elements[i] for i in role], axis=1) for role in roles}
+        parts = [part() for part in self._parts]
+        vectors = {}
+        for role in roles:
+            pieces = [parts[n][:, start:stop] for n, start, stop in self._places.runs(role)]
+            vectors[role] = pieces[0] if len(pieces) == 1 else np.concatenate(pieces, axis=1)
+        return vectors
 
 
 def from_host(arrays: Sequence[Any], sites: Sites, starts: Starts, roles: Iterable[Role]) -> Sample:
     """Take a sample of the leaves of some roles by way of the host; waits for the arrays."""
-    parts = [([i], _on_host(arrays[i], i, sites, starts)) for i in _leaves_of(roles)]
-    return Sample(starts, parts, sites.sizes)
+    leaves = _leaves_of(roles)
+    parts = [_on_host(arrays[i], i, sites, starts) for i in leaves]
+    return Sample(starts, parts, _Places(([i] for i in leaves), sites.sizes))
 
 
 def _leaves_of(roles: Iterable[Role]) -> list[int]:
@@ -105,7 +120,7 @@ class Taker:
                 self._elsewhere.append(i)
             else:
                 self._on_mesh.setdefault(mesh, {})[i] = SampledLeaf.of(arrays[i], i, sites)
-        self._compiled: Future[list[MeshSampler]] = Future()
+        self._compiled: Future[tuple[list[MeshSampler], _Places]] = Future()
 
     @property
     def is_ready(self) -> bool:
@@ -116,7 +131,9 @@ class Taker:
         """Compile the programs; an error is raised when one is used."""
         try:
             samplers = [MeshSampler(*each, self._sites) for each in self._on_mesh.items()]
-            self._compiled.set_result(samplers)
+            parts = [leaves for each in samplers for leaves in each.parts]
+            places = _Places([*parts, *([i] for i in self._elsewhere)], self._sites.sizes)
+            self._compiled.set_result((samplers, places))
         except BaseException as error:
             self._compiled.set_exception(error)
 
@@ -130,7 +147,7 @@ class Taker:
 
     def take(self, arrays: Sequence[Any], starts: Starts) -> Sample:
         """Start to take a sample; the arrays may be donated once it is dispatched."""
-        samplers = self._compiled.result()
+        samplers, places = self._compiled.result()
         parts = [part for each in samplers for part in each.dispatch(arrays, starts)]
-        others = from_host(arrays, self._sites, starts, [tuple(self._elsewhere)])
-        return Sample(starts, [*parts, *others.parts], self._sites.sizes)
+        others = [_on_host(arrays[i], i, self._sites, starts) for i in self._elsewhere]
+        return Sample(starts, [*parts, *others], places)
