@@ -136,7 +136,7 @@ class _Samples:
         other memory.
         """
         taker = self._takers.get(is_before)
-        if taker is not None and taker.is_ready and not (has_moved and not taker.fits(arrays)):
+        if taker is not None and taker.is_ready and (not has_moved or taker.fits(arrays)):
             return taker.take(arrays, starts)
         return from_host(arrays, self.sites, starts, self._roles(is_before))
 
